@@ -1,0 +1,1 @@
+"""One file a command family; `registry.command` is the only way in."""

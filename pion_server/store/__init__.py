@@ -1,0 +1,1 @@
+"""What is kept, and how it survives: record log, sessions, manifests, recurrent state."""

@@ -1,0 +1,1 @@
+"""Bytes in, requests out, replies back: RESP and the binary lane."""

@@ -1,0 +1,1 @@
+"""Pion: memory for LLMs."""
