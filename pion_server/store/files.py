@@ -1,0 +1,130 @@
+"""Files of a data directory: private modes, real durability, and one server at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+
+PRIVATE_DIR = 0o700
+PRIVATE_FILE = 0o600
+
+
+class DirectoryInUse(Exception):
+    """Another server holds this data directory."""
+
+
+class StoreFile:
+    """An open file that stays open while anybody refers to it.
+
+    Sent replies refer to the file their rows lie in, so a compaction may rename another file over
+    its path at any time: the old bytes stay readable until the last reply is out.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    @classmethod
+    def open(cls, path: Path, *, truncate: bool = False) -> StoreFile:
+        """Open (and create with mode 0600) a file for reading and writing."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if truncate else 0)
+        return cls(path, os.open(path, flags, PRIVATE_FILE))
+
+    @classmethod
+    def anonymous(cls, directory: Path) -> StoreFile:
+        """A file without a name: rows live there, nothing survives the process."""
+        path = directory / f".pion-{os.getpid()}-{os.urandom(4).hex()}.anon"
+        file = cls.open(path)
+        path.unlink()
+        return file
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def size(self) -> int:
+        """Current length in bytes."""
+        return os.fstat(self._fd).st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Up to `length` bytes at `offset`; shorter only at the end of the file."""
+        data = os.pread(self._fd, length, offset)
+        if len(data) == length or not data:
+            return data
+        pieces = [data]
+        got = len(data)
+        while got < length:
+            more = os.pread(self._fd, length - got, offset + got)
+            if not more:
+                break
+            pieces.append(more)
+            got += len(more)
+        return b"".join(pieces)
+
+    def write(self, parts: list[bytes | bytearray | memoryview], offset: int) -> int:
+        """Write all parts from `offset` on and return their total length; short writes go on."""
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        total = sum(view.nbytes for view in views)
+        at = offset
+        while views:
+            written = os.pwritev(self._fd, views[:64], at)
+            if written <= 0:
+                raise OSError(f"wrote {written} bytes to {self.path.name}")
+            at += written
+            while views and written >= views[0].nbytes:
+                written -= views[0].nbytes
+                views.pop(0)
+            if written:
+                views[0] = views[0][written:]
+        return total
+
+    def truncate(self, length: int) -> None:
+        os.ftruncate(self._fd, length)
+
+    def sync(self) -> None:
+        """Flush to stable storage: F_FULLFSYNC on macOS, fsync elsewhere."""
+        if sys.platform == "darwin":
+            fcntl.fcntl(self._fd, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(self._fd)
+
+    def __del__(self) -> None:
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and new names in `directory` durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class DirectoryLock:
+    """The exclusive right to a data directory; released by `close()` or by the process's end."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
+        self._fd = os.open(
+            directory / "pion.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE
+        )
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._fd, 64, 0).decode("ascii", "replace").strip()
+            os.close(self._fd)
+            raise DirectoryInUse(
+                f"data directory {directory} is in use by another pion-server"
+                + (f" (pid {holder})" if holder else "")
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
