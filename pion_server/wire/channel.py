@@ -1,0 +1,249 @@
+"""One client's socket: reads requests, has them executed one at a time, writes replies in order.
+
+Requests are read on while replies wait for a slow reader, or a client that writes its whole
+pipeline before it reads would deadlock. Reading pauses only while a command runs off the loop:
+commands end by themselves, and meanwhile the kernel's buffer is queue enough.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any
+
+from pion_server.errors import CommandError
+from pion_server.wire.connection import Connection
+from pion_server.wire.outbox import BrokenPayload, Outbox
+from pion_server.wire.replies import NO_REPLY, encode
+from pion_server.wire.resp import UNAUTHENTICATED, ProtocolError, RequestParser
+
+if TYPE_CHECKING:
+    from pion_server.wire.server import Server
+
+# Commands, and reply bytes, one connection may have before the others get their turn.
+_TURN_COMMANDS = 256
+_TURN_BYTES = 8 * 1024 * 1024
+_TURN_REPLIES = 1024 * 1024
+# How long a closing connection's late bytes are read and dropped. Closing with unread input
+# resets the connection, and the reset can overtake the error that explains it.
+_LINGER = 1.0
+
+
+class Channel:
+    """The moving part of one connection; lives until both directions are done."""
+
+    def __init__(self, server: Server, sock: socket.socket, connection: Connection) -> None:
+        self.connection = connection
+        self.outbox = Outbox(server.spool)
+        self._server = server
+        self._loop = server.loop
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._parser = RequestParser(server.scratch, server.limits)
+        self._busy = False  # a command is running off the loop
+        self._queued = False  # the rest of the parsed input waits for the next turn
+        self._reading = False
+        self._writing = False
+        self._input_ended = False
+        self._ending = False  # no more commands; close when the outbox is empty
+        self._lingering = False
+        self._closed = False
+        self._limit_input()
+        self._read(True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether commands are running or wait for their turn."""
+        return self._busy or self._queued
+
+    # Reading
+
+    def _read(self, wanted: bool) -> None:
+        if wanted and not self._reading:
+            self._loop.add_reader(self._fd, self._on_readable)
+        elif self._reading and not wanted:
+            self._loop.remove_reader(self._fd)
+        self._reading = wanted
+
+    def _on_readable(self) -> None:
+        if self._ending:
+            return self._discard()
+        if self._busy or self._queued:
+            # The parser is not empty yet. Most clients send nothing now, so only here is it
+            # worth the system calls to stop listening.
+            return self._read(False)
+        try:
+            n = self._sock.recv_into(self._parser.get_buffer())
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            return self.close()
+        if n == 0:
+            self._input_ended = True
+            self._read(False)
+            return self._end()
+        try:
+            self._parser.buffer_updated(n)
+        except ProtocolError as error:
+            self._refuse(error)
+            return self._flush()
+        return self._advance()
+
+    def _limit_input(self) -> None:
+        known = self.connection.authenticated
+        self._parser.limits = self._server.limits if known else UNAUTHENTICATED
+
+    # Executing
+
+    def _advance(self) -> None:
+        """Execute what has been received whole, within this connection's turn."""
+        self._queued = False
+        if self._closed:
+            return
+        turn = _TURN_COMMANDS
+        held = self.outbox.held
+        while not (self._busy or self._ending):
+            if turn == 0 or self.outbox.held - held > _TURN_REPLIES:
+                self._queued = True
+                self._loop.call_soon(self._advance)
+                break
+            try:
+                request = self._parser.next_request()
+            except (ProtocolError, MemoryError) as error:
+                self._refuse(error)
+                break
+            if request is None:
+                if self._input_ended:
+                    self._ending = True
+                else:
+                    self._read(True)
+                break
+            turn -= 1
+            self._execute(request)
+        self._flush()
+
+    def _execute(self, request: list[Any]) -> None:
+        result = self._server.service.execute(self.connection, request)
+        if type(result) is CoroutineType:
+            self._busy = True
+            self._loop.create_task(self._await(result))
+        else:
+            self._reply(result)
+
+    async def _await(self, result: Coroutine[Any, Any, object]) -> None:
+        value = await result
+        self._busy = False
+        if self._closed:
+            return self._server.forget(self)
+        if self._ending:  # an earlier reply broke off: nothing may follow it
+            return self._flush()
+        self._reply(value)
+        return self._advance()
+
+    def _reply(self, value: object) -> None:
+        connection = self.connection
+        if value is not NO_REPLY:
+            try:
+                pieces = encode(value, connection.protocol)
+            except Exception as error:
+                _complain(connection, f"a reply could not be encoded: {error!r}")
+                pieces = encode(CommandError("internal error: the reply could not be encoded"))
+            self.outbox.put(pieces)
+        self._limit_input()
+        if connection.closing:
+            self._ending = True
+
+    def _refuse(self, error: Exception) -> None:
+        """A protocol error: one line, then the end."""
+        text = str(error) if isinstance(error, ProtocolError) else "out of memory"
+        self.outbox.put(encode(CommandError(f"Protocol error: {text}")))
+        self._ending = True
+
+    # Writing
+
+    def _flush(self) -> None:
+        if self._closed:
+            return None
+        try:
+            done = self.outbox.send(self._sock, _TURN_BYTES)
+        except BrokenPayload as error:
+            _complain(self.connection, f"reply broken off: {error}")
+            self.outbox.abandon()
+            self._ending = done = True
+        except OSError:
+            return self.close()
+        if not done and self.outbox.held > self._server.output_limit:
+            _complain(self.connection, f"never reads: {self.outbox.held} reply bytes dropped")
+            self._server.slow_readers_dropped += 1
+            return self.close()
+        if done is self._writing:
+            if done:
+                self._loop.remove_writer(self._fd)
+            else:
+                self._loop.add_writer(self._fd, self._flush)
+            self._writing = not done
+        if done and self._ending and not self._busy:
+            self._say_goodbye()
+        return None
+
+    # Ending
+
+    def drain(self) -> None:
+        """Read nothing more; finish what was received whole, send it, then close."""
+        self._input_ended = True
+        self._read(False)
+        self._end()
+
+    def _end(self) -> None:
+        if not (self._busy or self._queued):
+            self._ending = True
+            self._flush()
+
+    def _say_goodbye(self) -> None:
+        if self._input_ended or self._lingering:
+            return self.close()
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            return self.close()
+        self._lingering = True
+        self._loop.call_later(_LINGER, self.close)
+        return self._read(True)
+
+    def _discard(self) -> None:
+        try:
+            n = self._sock.recv_into(self._server.scratch)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            return self.close()
+        if n == 0 and self._lingering:
+            return self.close()
+        if n == 0:
+            self._input_ended = True
+            self._read(False)
+        return None
+
+    def close(self) -> None:
+        """Close at once; unsent replies are lost. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._read(False)
+        if self._writing:
+            self._loop.remove_writer(self._fd)
+        self.outbox.abandon()
+        self._sock.close()
+        # A command still running keeps its connection: what it began must end before on_close.
+        if not self._busy:
+            self._server.forget(self)
+
+
+def _complain(connection: Connection, text: str) -> None:
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
+    print(
+        f"{stamp} client {connection.id} {connection.address}: {text}", file=sys.stderr, flush=True
+    )

@@ -1,0 +1,30 @@
+"""What the server knows about one client connection, apart from its socket."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Connection:
+    """One client. Commands read and change it; the wire encodes by `protocol`."""
+
+    id: int
+    address: str
+    local_address: str
+    peer_is_local: bool
+    authenticated: bool = True
+    protocol: int = 2
+    name: str = ""
+    user: str = "default"
+    library: str = ""
+    library_version: str = ""
+    opened_at: float = field(default_factory=time.monotonic)
+    last_command: str = ""
+    last_command_at: float = field(default_factory=time.monotonic)
+    # Set by a command (QUIT): close once its reply is sent.
+    closing: bool = False
+    # Called once each, when the connection is gone: an open fill ends with its owner.
+    on_close: list[Callable[[], None]] = field(default_factory=list)

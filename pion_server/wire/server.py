@@ -1,0 +1,156 @@
+"""The listening sockets and all connections of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from pion_server.payload import Buffer
+from pion_server.wire.channel import Channel
+from pion_server.wire.connection import Connection
+from pion_server.wire.resp import SCRATCH, Limits
+
+_ACCEPTS_A_TURN = 64
+_SPOOL = 256 * 1024
+# Out of descriptors: accepting again at once would only spin.
+_ACCEPT_PAUSE = 0.1
+
+
+class Service(Protocol):
+    """What the wire serves. It knows no command; the service knows no socket."""
+
+    def connected(self, connection: Connection) -> None:
+        """A client is there. Sets `connection.authenticated`."""
+
+    def execute(
+        self, connection: Connection, request: list[Buffer]
+    ) -> object | Coroutine[Any, Any, object]:
+        """A reply value (see `replies`), or a coroutine of one. Never raises."""
+
+    def disconnected(self, connection: Connection) -> None:
+        """The client is gone."""
+
+
+class Server:
+    """Accepts clients and owns their channels. One event loop, one thread."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        limits: Limits | None = None,
+        max_clients: int = 10_000,
+        output_limit: int = 256 * 1024 * 1024,
+    ) -> None:
+        self.service = service
+        self.limits = limits or Limits()
+        self.max_clients = max_clients
+        self.output_limit = output_limit
+        self.loop = asyncio.get_running_loop()
+        self.scratch = memoryview(bytearray(SCRATCH))
+        self.spool = memoryview(bytearray(_SPOOL))
+        self.stopping = False
+        self.connections_accepted = 0
+        self.connections_refused = 0
+        self.slow_readers_dropped = 0
+        self._channels: set[Channel] = set()
+        self._listeners: list[socket.socket] = []
+
+    def listen(self, sock: socket.socket) -> None:
+        """Serve a bound and listening socket, from now on ours to close."""
+        sock.setblocking(False)
+        self._listeners.append(sock)
+        self.loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_A_TURN):
+            try:
+                sock, peer = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._pause_accepting(listener)
+                return
+            if len(self._channels) >= self.max_clients:
+                self.connections_refused += 1
+                _turn_away(sock)
+                continue
+            self._open(sock, peer)
+
+    def _pause_accepting(self, listener: socket.socket) -> None:
+        self.loop.remove_reader(listener.fileno())
+
+        def accept_again() -> None:
+            if not self.stopping:
+                self.loop.add_reader(listener.fileno(), self._accept, listener)
+
+        self.loop.call_later(_ACCEPT_PAUSE, accept_again)
+
+    def _open(self, sock: socket.socket, peer: tuple[Any, ...]) -> None:
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            local = sock.getsockname()
+        except OSError:  # gone already
+            sock.close()
+            return
+        self.connections_accepted += 1
+        connection = Connection(
+            id=self.connections_accepted,
+            address=format_address(peer),
+            local_address=format_address(local),
+            peer_is_local=is_local(str(peer[0])),
+        )
+        self.service.connected(connection)
+        self._channels.add(Channel(self, sock, connection))
+
+    def forget(self, channel: Channel) -> None:
+        """Called by a channel that has closed."""
+        self._channels.discard(channel)
+        self.service.disconnected(channel.connection)
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """Accept and read nothing more, let running commands end, send their replies, close.
+
+        Commands are waited for without a limit, as a write in progress must not be torn; clients
+        that do not read their replies get `grace` seconds.
+        """
+        self.stopping = True
+        for listener in self._listeners:
+            self.loop.remove_reader(listener.fileno())
+            listener.close()
+        for channel in list(self._channels):
+            channel.drain()
+        deadline = self.loop.time() + grace
+        while self._channels:
+            if self.loop.time() > deadline:
+                for channel in [channel for channel in self._channels if not channel.busy]:
+                    channel.close()
+            await asyncio.sleep(0.01)
+
+
+def _turn_away(sock: socket.socket) -> None:
+    try:
+        sock.setblocking(False)
+        sock.send(b"-ERR max number of clients reached\r\n")
+    except OSError:
+        pass
+    sock.close()
+
+
+def format_address(address: tuple[Any, ...]) -> str:
+    host, port = str(address[0]), address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_local(host: str) -> bool:
+    """Whether a peer address is this machine's loopback."""
+    address = ipaddress.ip_address(host.split("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
