@@ -3,7 +3,7 @@
 MLX's CPU wheel for Linux links the Netlib reference BLAS, which multiplies float32 matrices at 2 to
 5 GFLOP/s. An OpenBLAS that the dynamic linker finds first makes that 10 to 25 times faster. This
 module finds one (the distribution's, else the copy inside numpy behind a small forwarding library
-built with the C compiler) and hands it to child processes (``child_environment``) or, before ``mlx``
+built with the C compiler) and hands it to child processes (``child_environment``) or, before MLX
 is imported, to this process (``preload_blas``). On other systems there is nothing to do.
 
 ``python -m pion_vllm_mlx.blas`` prints the library to put into ``LD_PRELOAD``, or nothing.
