@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+import xxhash
 from mlx_lm.models import llama
 from mlx_lm.tuner.lora import LoRALinear
 
@@ -41,10 +42,10 @@ def tiny_llama(seed: int = 0, **changes: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("PION_CACHE_DIR", str(folder))
-    yield folder
+    return folder
 
 
 def test_namespace_is_the_first_32_hex_of_sha256_of_the_joined_parts() -> None:
@@ -204,13 +205,13 @@ def test_an_adapter_name_as_plain_text_is_not_the_adapter() -> None:
 def hashed_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the size of every full tensor hash from now on."""
     seen: list[int] = []
-    original = namespace.xxhash.xxh3_128_hexdigest
+    original = xxhash.xxh3_128_hexdigest
 
     def recording(data: Any) -> str:
         seen.append(len(data))
-        return original(data)
+        return str(original(data))
 
-    monkeypatch.setattr(namespace.xxhash, "xxh3_128_hexdigest", recording)
+    monkeypatch.setattr(xxhash, "xxh3_128_hexdigest", recording)
     return seen
 
 

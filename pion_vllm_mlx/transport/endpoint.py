@@ -1,0 +1,149 @@
+"""One server as this process sees it: a connection kept open, one reconnect, then a pause."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pion_vllm_mlx.transport import (
+    Command,
+    Patience,
+    Refused,
+    Reply,
+    ServerError,
+    TransportError,
+    Unavailable,
+)
+from pion_vllm_mlx.transport.resp import RespConnection
+
+log = logging.getLogger("pion_vllm_mlx")
+
+#: Seconds without any attempt after a failure: a dead server costs one call its deadline, not all.
+PAUSE: Final = 5.0
+
+
+class Endpoint:
+    """A `Lane` to `host:port` that knows when to leave a server alone.
+
+    An exchange that fails closes the connection and, unless only a kept connection had gone
+    stale, makes the endpoint unavailable for `PAUSE` seconds: calls then fail at once, without
+    touching the network. Each outage logs one warning. Thread-safe: one exchange at a time.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 1974,
+        *,
+        username: str | None = None,
+        password: str | None = None,
+        connect_timeout: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`connect_timeout` (seconds) covers name resolution, connecting and authenticating."""
+        self.host, self.port = host, port
+        self._username, self._password = username, password
+        self._connect_timeout = connect_timeout
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._connection: RespConnection | None = None
+        self._resume_at = 0.0
+        self._failing = False
+        #: Connections opened so far.
+        self.connects = 0
+
+    @property
+    def available(self) -> bool:
+        """False during the pause after a failure."""
+        return self._clock() >= self._resume_at
+
+    def exchange(
+        self, commands: Sequence[Command], patience: Patience, *, retry: bool = True
+    ) -> list[Reply]:
+        """Send one pipeline, return its replies; see `Lane.exchange`.
+
+        `retry=False` for commands that only make sense on the connection that sent the ones
+        before (a fill ends with its connection): then a stale connection is a failure.
+        """
+        with self._lock:
+            if not self.available:
+                raise Unavailable(f"{self} was unavailable less than {PAUSE:g} s ago")
+            try:
+                replies = self._attempt(commands, patience, retry)
+            except TransportError as error:
+                self._close()
+                self._pause(str(error))
+                raise
+            except BaseException:
+                self._close()
+                raise
+            self._failing = False
+            return replies
+
+    def close(self) -> None:
+        """Close the connection; an exchange going on in another thread fails at once."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close()
+            finally:
+                self._lock.release()
+        elif (connection := self._connection) is not None:
+            connection.abort()
+
+    def _attempt(self, commands: Sequence[Command], patience: Patience, retry: bool) -> list[Reply]:
+        kept = self._connection
+        if kept is not None and kept.usable:
+            if not retry:
+                return _checked(kept.exchange(commands, patience))
+            started = self._clock()
+            try:
+                return _checked(kept.exchange(commands, patience))
+            except Unavailable:
+                # A server that restarted meanwhile shows at once; one that hangs gets no second
+                # chance, or a call would wait for two deadlines.
+                if self._clock() - started > self._connect_timeout / 2:
+                    raise
+        elif not retry:
+            raise Unavailable("the connection these commands belong to is gone")
+        return _checked(self._connect().exchange(commands, patience))
+
+    def _connect(self) -> RespConnection:
+        self._close()
+        self.connects += 1
+        self._connection = RespConnection(
+            self.host,
+            self.port,
+            deadline=time.monotonic() + self._connect_timeout,
+            username=self._username,
+            password=self._password,
+        )
+        return self._connection
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _pause(self, reason: str) -> None:
+        self._resume_at = self._clock() + PAUSE
+        if not self._failing:
+            log.warning(
+                "%s: %s. Prefixes are computed locally; next attempt in %g s.", self, reason, PAUSE
+            )
+        self._failing = True
+
+    def __str__(self) -> str:
+        return f"pion-server {self.host}:{self.port}"
+
+
+def _checked(replies: list[Reply]) -> list[Reply]:
+    """Turn away a server that answers everything with a demand for credentials."""
+    for reply in replies:
+        if isinstance(reply, ServerError) and reply.code in ("NOAUTH", "WRONGPASS"):
+            raise Refused(str(reply))
+    return replies

@@ -1,0 +1,343 @@
+"""RESP2 over one blocking socket, written for large replies and large requests.
+
+A bulk is received straight into its final memory and a blob is sent from where it lies, so the
+cost of a prefix is the kernel's copy. Whatever goes wrong, a timeout or a cancellation included,
+closes the connection: no reply can ever be taken for the answer to another command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pion_vllm_mlx.transport import (
+    Argument,
+    Buffer,
+    Command,
+    Patience,
+    Place,
+    ProtocolError,
+    Refused,
+    Reply,
+    ServerError,
+    Status,
+    Unavailable,
+)
+
+#: Arguments above this are sent from where they lie; smaller ones are joined.
+_OWN_CHUNK: Final = 16 << 10
+_CHUNKS_A_CALL: Final = 64
+_READ_AHEAD: Final = 64 << 10
+_LARGEST_BULK: Final = 512 << 20
+_LARGEST_ARRAY: Final = 1 << 20
+_LONGEST_LINE: Final = 64 << 10
+_DEEPEST: Final = 8
+
+
+class RespConnection:
+    """One connection to a server: `exchange` pipelines, then reads as many replies.
+
+    Not thread-safe, and of no use after an error or a fork (`usable`).
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        deadline: float,
+        username: str | None = None,
+        password: str | None = None,
+    ) -> None:
+        """Connect, and authenticate if there is a password, before `deadline` (monotonic).
+
+        Raises Unavailable, ProtocolError, or Refused for a password the server does not take.
+        """
+        self._pid = os.getpid()
+        self._buffer = bytearray(_READ_AHEAD)
+        self._start = self._end = 0
+        self._socket: socket.socket | None = _connect(host, port, deadline)
+        if password is not None:
+            words = ("AUTH", password) if username is None else ("AUTH", username, password)
+            left = _left(deadline, "to authenticate")
+            (reply,) = self.exchange([Command(words)], Patience(left, left, left))
+            if reply != "OK":
+                self.close()
+                raise Refused(f"AUTH: {reply!s}")
+
+    @property
+    def usable(self) -> bool:
+        """Open, and opened by this process."""
+        return self._socket is not None and self._pid == os.getpid()
+
+    def close(self) -> None:
+        """Close the socket; safe to repeat."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def abort(self) -> None:
+        """End an exchange that runs in another thread, which then closes the connection."""
+        if (sock := self._socket) is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def exchange(self, commands: Sequence[Command], patience: Patience) -> list[Reply]:
+        """Send all commands, read all replies; see `Lane.exchange`. Any error closes."""
+        if self._socket is None:
+            raise Unavailable("connection is closed")
+        try:
+            channel = _Channel(self._socket, patience)
+            if channel.has_input():
+                raise Unavailable("connection closed by the server, or out of step")
+            self._send(channel, _chunks(commands))
+            if self._start == self._end:
+                channel.await_first_byte()
+            replies = [self._reply(channel, command.place, 0, 0) for command in commands]
+            if self._start != self._end:
+                raise ProtocolError("more replies than commands")
+        except OSError as error:
+            self.close()
+            raise Unavailable(f"connection lost: {error}") from error
+        except BaseException:
+            # Cancelled or interrupted between request and reply: the stream is out of step.
+            self.close()
+            raise
+        return replies
+
+    def _send(self, channel: _Channel, chunks: list[memoryview]) -> None:
+        """Write everything; take in early replies meanwhile, so that neither side can block."""
+        first = 0
+        while first < len(chunks):
+            sent = channel.send(chunks[first : first + _CHUNKS_A_CALL])
+            if sent is None:
+                if channel.wait_to_write(self._end < len(self._buffer)):
+                    self._fill(channel)
+                continue
+            while first < len(chunks) and sent >= len(chunks[first]):
+                sent -= len(chunks[first])
+                first += 1
+            if sent:
+                chunks[first] = chunks[first][sent:]
+
+    def _reply(self, channel: _Channel, place: Place | None, index: int, depth: int) -> Reply:
+        line = self._line(channel)
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return Status(rest.decode("utf-8", "replace"))
+        if kind == b"-":
+            return ServerError(rest.decode("utf-8", "replace"))
+        if kind == b":":
+            return _integer(rest)
+        if kind == b"$":
+            length = _length(rest, _LARGEST_BULK)
+            return None if length is None else self._bulk(channel, length, place, index)
+        if kind == b"*":
+            count = _length(rest, _LARGEST_ARRAY)
+            if count is None:
+                return None
+            if depth >= _DEEPEST:
+                raise ProtocolError("replies nested too deeply")
+            return [self._reply(channel, place, element, depth + 1) for element in range(count)]
+        raise ProtocolError(f"unknown reply type {kind!r}")
+
+    def _bulk(self, channel: _Channel, length: int, place: Place | None, index: int) -> Buffer:
+        target = place(index, length) if place is not None else None
+        body: bytearray | None = None
+        if target is None:
+            body = bytearray(length)
+            target = memoryview(body)
+        elif len(target) != length:
+            raise ProtocolError(f"room for {len(target)} bytes, {length} announced")
+        ready = min(length, self._end - self._start)
+        target[:ready] = memoryview(self._buffer)[self._start : self._start + ready]
+        self._start += ready
+        while ready < length:
+            ready += channel.receive_into(target[ready:])
+        if self._exactly(channel, 2) != b"\r\n":
+            raise ProtocolError("bulk longer than announced")
+        return target if body is None else body
+
+    def _line(self, channel: _Channel) -> bytes:
+        searched = self._start
+        while (at := self._buffer.find(b"\r\n", searched, self._end)) < 0:
+            if self._end - self._start > _LONGEST_LINE - 2:
+                raise ProtocolError("reply line too long")
+            searched = max(self._start, self._end - 1)
+            moved = self._start
+            self._fill(channel)
+            if self._start != moved:
+                searched -= moved
+        line = bytes(self._buffer[self._start : at])
+        self._start = at + 2
+        return line
+
+    def _exactly(self, channel: _Channel, count: int) -> bytes:
+        while self._end - self._start < count:
+            self._fill(channel)
+        taken = bytes(self._buffer[self._start : self._start + count])
+        self._start += count
+        return taken
+
+    def _fill(self, channel: _Channel) -> None:
+        """Receive at least one byte behind what is buffered, making room at the end first."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == len(self._buffer):
+            held = self._end - self._start
+            self._buffer[:held] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, held
+        self._end += channel.receive_into(memoryview(self._buffer)[self._end :])
+
+
+class _Channel:
+    """A non-blocking socket under the deadlines of one exchange."""
+
+    def __init__(self, sock: socket.socket, patience: Patience) -> None:
+        self._socket = sock
+        self._patience = patience
+        self._ends = time.monotonic() + patience.total
+        self._poll = select.poll()
+
+    def has_input(self) -> bool:
+        """Whether anything, an end of file included, has arrived already."""
+        self._poll.register(self._socket, select.POLLIN)
+        return bool(self._poll.poll(0))
+
+    def send(self, chunks: Sequence[memoryview]) -> int | None:
+        """Bytes the kernel took, or None if its buffer is full."""
+        try:
+            return self._socket.sendmsg(chunks)
+        except BlockingIOError:
+            return None
+
+    def wait_to_write(self, can_read: bool) -> bool:
+        """Wait until the socket takes bytes or, if `can_read`, brings some; True for the latter."""
+        events = self._wait(select.POLLOUT | (select.POLLIN if can_read else 0), "request stalled")
+        return bool(events & select.POLLIN) and not events & select.POLLOUT
+
+    def await_first_byte(self) -> None:
+        """Wait until the answer begins."""
+        self._wait(select.POLLIN, "no answer", self._patience.first_byte)
+
+    def receive_into(self, target: memoryview) -> int:
+        """Receive 1 to `len(target)` bytes."""
+        while True:
+            try:
+                count = self._socket.recv_into(target)
+            except BlockingIOError:
+                self._wait(select.POLLIN, "answer stalled")
+                continue
+            if count == 0:
+                raise Unavailable("connection closed by the server")
+            return count
+
+    def _wait(self, events: int, what: str, limit: float | None = None) -> int:
+        limit = self._patience.stall if limit is None else limit
+        seconds = min(limit, self._ends - time.monotonic())
+        self._poll.register(self._socket, events)
+        ready = self._poll.poll(max(seconds, 0) * 1000)
+        if not ready:
+            raise Unavailable(f"{what} within {max(seconds, 0):.3g} s")
+        return ready[0][1]
+
+
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    """Open a non-blocking TCP connection before `deadline`, trying each address of `host`."""
+    failure: OSError | None = None
+    for family, address in _addresses(host, port, deadline):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(_left(deadline, "to connect"))
+            sock.connect(address)
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        except OSError as error:
+            failure = error
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+    raise Unavailable(f"cannot connect: {failure}") from failure
+
+
+def _addresses(host: str, port: int, deadline: float) -> list[tuple[int, Any]]:
+    """Resolve `host`; in a thread unless it is numeric, as a resolver knows no deadline."""
+    found: list[tuple[int, Any]] = []
+    failures: list[Exception] = []
+
+    def resolve(flags: int = 0) -> None:
+        try:
+            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+            found.extend((family, address) for family, _, _, _, address in answers)
+        except (OSError, UnicodeError) as error:
+            failures.append(error)
+
+    resolve(socket.AI_NUMERICHOST)
+    if not found:
+        failures.clear()
+        resolver = threading.Thread(target=resolve, daemon=True)
+        resolver.start()
+        resolver.join(_left(deadline, "to resolve the host name"))
+    if not found:
+        raise Unavailable(f"cannot resolve {host!r}: {failures[0] if failures else 'too slow'}")
+    return found
+
+
+def _left(deadline: float, purpose: str) -> float:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise Unavailable(f"no time left {purpose}")
+    return seconds
+
+
+def _chunks(commands: Sequence[Command]) -> list[memoryview]:
+    """The request as a list of buffers; blobs are referred to, not copied."""
+    chunks: list[memoryview] = []
+    small = bytearray()
+    for command in commands:
+        small += b"*%d\r\n" % len(command.words)
+        for word in command.words:
+            view = _encode(word)
+            small += b"$%d\r\n" % len(view)
+            if len(view) > _OWN_CHUNK:
+                chunks += (memoryview(small), view)
+                small = bytearray()
+            else:
+                small += view
+            small += b"\r\n"
+    chunks.append(memoryview(small))
+    return chunks
+
+
+def _encode(word: Argument) -> memoryview:
+    if isinstance(word, str):
+        return memoryview(word.encode())
+    if isinstance(word, int):
+        return memoryview(b"%d" % word)
+    view = memoryview(word)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _integer(text: bytes) -> int:
+    digits = text[1:] if text[:1] == b"-" else text
+    if not digits.isdigit() or len(digits) > 19:
+        raise ProtocolError(f"bad integer {text[:32]!r}")
+    return int(text)
+
+
+def _length(text: bytes, largest: int) -> int | None:
+    """A canonical length; None for -1 (null)."""
+    if text == b"-1":
+        return None
+    length = _integer(text)
+    if not 0 <= length <= largest or text != b"%d" % length:
+        raise ProtocolError(f"bad length {text[:32]!r}")
+    return length
