@@ -105,7 +105,7 @@ class Channel:
             return
         turn = _TURN_COMMANDS
         held = self.outbox.held
-        while not (self._busy or self._ending):
+        while not (self._busy or self._ending or self._closed):
             if turn == 0 or self.outbox.held - held > _TURN_REPLIES:
                 self._queued = True
                 self._loop.call_soon(self._advance)
@@ -153,7 +153,9 @@ class Channel:
                 pieces = encode(CommandError("internal error: the reply could not be encoded"))
             self.outbox.put(pieces)
         self._limit_input()
-        if connection.closing:
+        if connection.abort:
+            self.close()
+        elif connection.closing:
             self._ending = True
 
     def _refuse(self, error: Exception) -> None:

@@ -26,5 +26,12 @@ class Connection:
     last_command_at: float = field(default_factory=time.monotonic)
     # Set by a command (QUIT): close once its reply is sent.
     closing: bool = False
+    # Set by dispatch: close at once, without another byte.
+    abort: bool = False
     # Called once each, when the connection is gone: an open fill ends with its owner.
     on_close: list[Callable[[], None]] = field(default_factory=list)
+
+    def used(self, command: str) -> None:
+        """Note the command being executed, for CLIENT LIST."""
+        self.last_command = command
+        self.last_command_at = time.monotonic()

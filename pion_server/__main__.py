@@ -1,0 +1,155 @@
+"""`pion-server`: read the flags, bind, open the stores, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from pion_server import __version__
+from pion_server.commands.dispatch import Dispatcher
+from pion_server.config import Config, ConfigError, help_text, parse, resolve
+from pion_server.process import raise_file_limit
+from pion_server.state import ServerState, open_state
+from pion_server.status import CrashLog, StatusFile
+from pion_server.wire.resp import Limits
+from pion_server.wire.server import Server
+
+_BACKLOG = 1024
+# Descriptors beside the clients' own: log and snapshot files, the loop, the standard three.
+_SPARE_FILES = 256
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server; the exit status."""
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        if config.action == "help":
+            print(help_text(), end="")
+            return 0
+        if config.action == "version":
+            print(f"pion-server {__version__}")
+            return 0
+        return _serve(config)
+    except ConfigError as error:
+        print(f"pion-server: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(config: Config) -> int:
+    os.umask(0o077)
+    for notice in config.notices:
+        print(f"pion-server: {notice}", file=sys.stderr)
+    raise_file_limit(config.max_clients + _SPARE_FILES)
+    listeners = _bind(config)
+    port = int(listeners[0].getsockname()[1])
+    state = open_state(config)
+    state.port = port
+    default = config.directory / f"pion-{port}"
+    status = StatusFile(config.status_file or default.with_name(f"{default.name}.status"), port)
+    crash_path = config.crash_log or default.with_name(f"{default.name}.crash.log")
+    crash_log = CrashLog(crash_path if config.crash_log_wanted else None, port)
+    crash_log.note_start()
+    status.write("starting")
+    try:
+        reason = _run_loop(config, state, listeners, status)
+    except BaseException as error:
+        status.write("failed")
+        crash_log.note_exit(1, type(error).__name__)
+        raise
+    status.write("stopped")
+    crash_log.note_exit(0, reason)
+    print(f"pion-server stopped ({reason})", flush=True)
+    return 0
+
+
+def _run_loop(
+    config: Config, state: ServerState, listeners: list[socket.socket], status: StatusFile
+) -> str:
+    """Serve on uvloop where there is one; why the server stopped."""
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_serve_until_stopped(config, state, listeners, status))
+
+
+async def _serve_until_stopped(
+    config: Config, state: ServerState, listeners: list[socket.socket], status: StatusFile
+) -> str:
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[str] = loop.create_future()
+
+    def stop(reason: str) -> None:
+        if not stopped.done():
+            stopped.set_result(reason)
+
+    state.stop = stop
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number.name)
+    dispatcher = Dispatcher(state)
+    server = Server(
+        dispatcher,
+        limits=Limits(request=config.max_request),
+        max_clients=config.max_clients,
+        output_limit=config.output_limit,
+    )
+    for listener in listeners:
+        try:
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise _cannot_listen(config, error) from None
+        server.listen(listener)
+    heartbeat = loop.create_task(status.beat())
+    _announce(config, state.port)
+    reason = await stopped
+    heartbeat.cancel()
+    await server.stop()
+    dispatcher.close()
+    state.close()
+    return reason
+
+
+def _announce(config: Config, port: int) -> None:
+    print(
+        f"pion-server ready on {config.bind}:{port} "
+        f"(pid {os.getpid()}, version {__version__}, data {config.directory.resolve()})",
+        flush=True,
+    )
+
+
+def _bind(config: Config) -> list[socket.socket]:
+    """One bound socket an address, all on the same port. Nothing listens yet."""
+    bound: list[socket.socket] = []
+    port = config.port
+    for family, address in resolve(config.bind, port):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((address[0], port, *address[2:]))
+        except OSError as error:
+            sock.close()
+            raise _cannot_listen(config, error) from None
+        port = sock.getsockname()[1]
+        bound.append(sock)
+    return bound
+
+
+def _cannot_listen(config: Config, error: OSError) -> ConfigError:
+    where = f"{config.bind}:{config.port}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{where} is in use by another program; choose another --port")
+    return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""From a request to its reply: who may ask, how many arguments, in which order writes go.
+
+Everything a command must not forget happens here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import pkgutil
+import sys
+import traceback
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from types import CoroutineType
+from typing import Any
+
+from pion_server import commands
+from pion_server.commands.registry import (
+    NAMESPACE_LIMIT,
+    SID_LIMIT,
+    Args,
+    Command,
+    Context,
+    Flag,
+    Positions,
+    find_command,
+)
+from pion_server.errors import AuthRequired, BadArgument, CommandError, OutOfMemory, printable
+from pion_server.payload import Buffer, Offload
+from pion_server.state import ServerState
+from pion_server.wire.connection import Connection
+from pion_server.wire.replies import NO_REPLY
+
+_THREADS = 4
+# An HTTP request a browser was tricked into sending: answering it would run what follows.
+_HTTP = frozenset({b"POST", b"HOST:"})
+
+
+def load_commands() -> None:
+    """Import every module of the package, so that its commands are registered."""
+    for module in pkgutil.iter_modules(commands.__path__):
+        importlib.import_module(f"{commands.__name__}.{module.name}")
+
+
+class Dispatcher:
+    """The wire's `Service`: executes the commands of all connections on one `ServerState`."""
+
+    def __init__(self, state: ServerState) -> None:
+        load_commands()
+        self.state = state
+        self._contexts: dict[int, Context] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pion-work")
+
+    def close(self) -> None:
+        """Wait for offloaded work; nothing may be executed afterwards."""
+        self._threads.shutdown(wait=True)
+
+    def connected(self, connection: Connection) -> None:
+        connection.authenticated = self.state.config.password is None
+        self.state.connections[connection.id] = connection
+        self._contexts[connection.id] = Context(self.state, connection)
+
+    def disconnected(self, connection: Connection) -> None:
+        del self.state.connections[connection.id]
+        del self._contexts[connection.id]
+        for callback in connection.on_close:
+            try:
+                callback()
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+
+    def execute(
+        self, connection: Connection, request: list[Buffer]
+    ) -> object | Coroutine[Any, Any, object]:
+        """A reply value, or a coroutine of one. Errors are reply values too: it never raises."""
+        name, args = request[0], request[1:]
+        command = find_command(name)
+        self.state.commands_executed += 1
+        connection.used(command.name if command is not None else "unknown")
+        try:
+            if command is None:
+                if bytes(name[:8]).upper() in _HTTP:
+                    connection.abort = True
+                    return NO_REPLY
+                if not connection.authenticated:
+                    raise AuthRequired("Authentication required.")
+                raise CommandError(f"unknown command '{printable(name, 128)}'")
+            if not (connection.authenticated or Flag.NOAUTH in command.flags):
+                raise AuthRequired("Authentication required.")
+            _check_arity(command, len(args))
+            _check_names(command, command.names, args, "namespace", NAMESPACE_LIMIT)
+            _check_names(command, command.sids, args, "sid", SID_LIMIT)
+            return self._run(command, self._contexts[connection.id], args)
+        except Exception as error:
+            return _as_reply(error, command)
+
+    def _run(
+        self, command: Command, ctx: Context, args: Args
+    ) -> object | Coroutine[Any, Any, object]:
+        if Flag.WRITE not in command.flags:
+            result = command.handler(ctx, args)
+            return self._finish(command, result) if _is_unfinished(result) else result
+        lock = self.state.writer_lock
+        if not lock.try_acquire():
+            return self._write_later(command, ctx, args)
+        try:
+            result = command.handler(ctx, args)
+            if not _is_unfinished(result):
+                lock.release()
+                return result
+        except BaseException:
+            lock.release()
+            raise
+        return self._finish_write(command, result)
+
+    async def _write_later(self, command: Command, ctx: Context, args: Args) -> object:
+        await self.state.writer_lock.acquire()
+        try:
+            result = command.handler(ctx, args)
+        except Exception as error:
+            self.state.writer_lock.release()
+            return _as_reply(error, command)
+        return await self._finish_write(command, result)
+
+    async def _finish_write(self, command: Command, result: object) -> object:
+        """What is left of a write; the lock is held, and free again afterwards."""
+        try:
+            return await self._finish(command, result)
+        finally:
+            self.state.writer_lock.release()
+
+    async def _finish(self, command: Command, result: object) -> object:
+        try:
+            if isinstance(result, CoroutineType):
+                result = await result
+            if isinstance(result, Offload):
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(self._threads, result.work)
+            return result
+        except Exception as error:
+            return _as_reply(error, command)
+
+
+def _is_unfinished(result: object) -> bool:
+    return isinstance(result, Offload | CoroutineType)
+
+
+def _check_arity(command: Command, count: int) -> None:
+    if count >= command.min_args and (command.max_args is None or count <= command.max_args):
+        return
+    if command.dotted:
+        raise BadArgument(f"{command.name} requires: {command.arguments or 'no arguments'}")
+    raise BadArgument(f"wrong number of arguments for '{command.name.lower()}' command")
+
+
+def _check_names(command: Command, positions: Positions, args: Args, kind: str, limit: int) -> None:
+    if positions is None:
+        return
+    if positions == "first":
+        chosen = args[:1]
+    elif positions == "all":
+        chosen = args
+    else:
+        chosen = [args[position] for position in positions(args)]
+    for name in chosen:
+        if not 1 <= len(name) <= limit:
+            raise BadArgument(f"{command.name}: a {kind} must have 1 to {limit} bytes")
+
+
+def _as_reply(error: Exception, command: Command | None) -> CommandError:
+    if isinstance(error, CommandError):
+        return error
+    name = command.name if command is not None else "?"
+    if isinstance(error, MemoryError):
+        return OutOfMemory(f"{name}: the process is out of memory")
+    print(f"internal error in {name}:", file=sys.stderr)
+    traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()
+    return CommandError(f"internal error in {name}: {type(error).__name__}")

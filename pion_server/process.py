@@ -1,0 +1,47 @@
+"""What the operating system says about this process and machine, in bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+
+_PROC_PIDTASKINFO = 4
+
+
+def rss_bytes() -> int:
+    """Resident memory now."""
+    if sys.platform == "linux":
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if sys.platform == "darwin":
+        # struct proc_taskinfo starts with two u64: virtual and resident size.
+        info = (ctypes.c_uint64 * 12)()
+        libproc = ctypes.CDLL("libproc.dylib")
+        size = ctypes.sizeof(info)
+        got = libproc.proc_pidinfo(
+            os.getpid(), _PROC_PIDTASKINFO, ctypes.c_uint64(0), ctypes.byref(info), size
+        )
+        if got >= 16:
+            return int(info[1])
+    return peak_rss_bytes()
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident memory so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def total_ram_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def raise_file_limit(wanted: int) -> None:
+    """Allow as many open files as `wanted`, or as many as the system grants."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

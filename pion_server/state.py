@@ -1,0 +1,121 @@
+"""Everything one server process holds, and the one place where it is put together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pion_server.config import Config
+from pion_server.wire.connection import Connection
+
+
+class WriterLock:
+    """One writer at a time, first come, first served. For one event loop; holds no thread.
+
+    Unlike `asyncio.Lock` it can be tried without an await, which lets a short write run at once.
+    """
+
+    __slots__ = ("_held", "_waiting")
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def held(self) -> bool:
+        return self._held
+
+    def try_acquire(self) -> bool:
+        """Take the lock if it is free."""
+        if self._held:
+            return False
+        self._held = True
+        return True
+
+    async def acquire(self) -> None:
+        """Take the lock, after everybody who asked before."""
+        if self.try_acquire():
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Hand the lock to the next in line, or free it."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._held = False
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
+
+
+@dataclass(slots=True)
+class Stats:
+    """The counters of WIRE.md section 9; all go back to 0 on a reset."""
+
+    hits: int = 0
+    misses: int = 0
+    hits_measured: int = 0
+    tokens_served: int = 0
+    bytes_served: int = 0
+    prefill_us_saved: int = 0
+    prefill_us_measured: int = 0
+
+    def reset(self) -> None:
+        for counter in fields(self):
+            setattr(self, counter.name, 0)
+
+
+@dataclass(slots=True)
+class ServerState:
+    """Shared by all commands of a process. Changed on the event loop's thread only."""
+
+    config: Config
+    worker_id: int = 0
+    run_id: str = field(default_factory=lambda: secrets.token_hex(20))
+    started_at: float = field(default_factory=time.monotonic)
+    stats: Stats = field(default_factory=Stats)
+    writer_lock: WriterLock = field(default_factory=WriterLock)
+    connections: dict[int, Connection] = field(default_factory=dict)
+    commands_executed: int = 0
+    # Set once the server listens: the port really bound, and how to ask for a graceful end.
+    port: int = 0
+    stop: Callable[[str], None] = lambda reason: None
+    vstore: Any = None
+    manifests: Any = None
+    ssm: Any = None
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the process opened its stores."""
+        return time.monotonic() - self.started_at
+
+    def close(self) -> None:
+        """Close the stores; their acknowledged writes are on disk already."""
+        for store in (self.vstore, self.manifests, self.ssm):
+            if store is not None:
+                store.close()
+
+
+def open_state(config: Config) -> ServerState:
+    """Make the data directory (0700), open what lies in it, and hand out the whole."""
+    os.makedirs(config.directory, mode=0o700, exist_ok=True)
+    return ServerState(config)
