@@ -8,11 +8,11 @@ A file is a 40-byte file header and then records; an empty file is an empty log.
                   | u32 body_crc | u32 head_crc         (CRC32C; head_crc: 40 bytes before, meta)
 
 The head stands twice, before and after the body, so one damaged place never hides a record:
-start-up falls back to the second copy. `marker` is random per store, so no stored row can pass for a record
-when start-up searches for the next one behind a damaged place. Bodies are not read at start-up;
-each is verified before it is first served (`Record.verify`). `covers` is, in a snapshot, the
-sequence number of the last record it holds: replay of a log skips up to it, which makes a crash
-between the snapshot's rename and the log's truncation harmless.
+start-up falls back to the second copy. `marker` is random per store, so no stored row can pass for
+a record when start-up searches for the next one behind a damaged place. Bodies are not read at
+start-up; each is verified before it is first served (`Record.verify`). `covers` is, in a snapshot,
+the sequence number of the last record it holds: replay of a log skips up to it, which makes a
+crash between the snapshot's rename and the log's truncation harmless.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class ForeignFile(Exception):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Where a record's body lies. Moves to another file when the log is compacted."""
+    """Where a record's body lies. Compaction moves it: `where` changes as one assignment, so a
+    reader in another thread sees the old place or the new one, never a mixture."""
 
     seq: int
     type: int
     meta: bytes
-    file: StoreFile
-    offset: int
+    where: tuple[StoreFile, int]
     length: int
     crc: int
     verified: bool = False
@@ -61,7 +61,7 @@ class Record:
 
         Raises DamagedEntry for a wrong checksum, a read error or a file cut short.
         """
-        file, offset = self.file, self.offset
+        file, offset = self.where
         try:
             if self.verified:
                 if file.size() < offset + self.length:
@@ -83,8 +83,9 @@ class Record:
     def read(self) -> bytes:
         """The verified body."""
         self.verify()
+        file, offset = self.where
         try:
-            data = self.file.read(self.offset, self.length)
+            data = file.read(offset, self.length)
         except OSError as error:
             raise DamagedEntry(f"stored data cannot be read: {error.strerror}") from error
         if len(data) != self.length:
@@ -276,9 +277,8 @@ class LogReader:
 
     def _found(self, head: Head, body: int) -> Record:
         self.report.records += 1
-        return Record(
-            head.seq, head.type, head.meta, self.file, body, head.body_len, head.body_crc
-        )
+        place = (self.file, body)
+        return Record(head.seq, head.type, head.meta, place, head.body_len, head.body_crc)
 
 
 class RecordLog:
@@ -353,9 +353,7 @@ class RecordLog:
         self.appended += 1
         self.end = start + total
         self._unsynced = True
-        record = Record(
-            head.seq, type_, meta, self.file, start + len(lead), length, crc, verified=False
-        )
+        record = Record(head.seq, type_, meta, (self.file, start + len(lead)), length, crc)
         if self.tail is not None:
             first = start + len(lead) - head.size
             self.tail.append((record, first, total - (first - start)))
@@ -380,7 +378,7 @@ class RecordLog:
             self.failed = f"fsync: {error.strerror}"
             raise LogFailed(f"fsync failed: {error.strerror}") from error
 
-    def replace(self, file: StoreFile, end: int) -> None:
-        """Continue in a new file that already stands under this log's path."""
+    def replace(self, file: StoreFile, end: int, records: int) -> None:
+        """Continue in a new file of `records` records that already stands under this log's path."""
         self.file, self.end = file, end
-        self.appended = 0
+        self.appended = records

@@ -14,7 +14,7 @@ import numpy as np
 
 from pion_server.errors import DamagedEntry
 from pion_server.formats import Format, Run
-from pion_server.payload import Buffer, Chunk, FileSpan, Payload
+from pion_server.payload import Chunk, FileSpan, Payload
 from pion_server.store.log import Record
 
 DECODE_BYTES = 1 << 20
@@ -46,8 +46,20 @@ class Extent:
         """The bytes of these rows in the file."""
         if self.record is None:
             raise DamagedEntry("stored data is damaged: these rows were lost")
-        offset = self.record.offset + self.shift + (self.start - self.base) * row_bytes
-        return FileSpan(self.record.file, offset, self.rows * row_bytes)
+        file, body = self.record.where
+        offset = body + self.shift + (self.start - self.base) * row_bytes
+        return FileSpan(file, offset, self.rows * row_bytes)
+
+    def read(self, row_bytes: int) -> bytes:
+        """The stored bytes of these rows."""
+        if self.record is None:
+            raise DamagedEntry("stored data is damaged: these rows were lost")
+        file, body = self.record.where
+        length = self.rows * row_bytes
+        data = file.read(body + self.shift + (self.start - self.base) * row_bytes, length)
+        if len(data) != length:
+            raise DamagedEntry("stored data is damaged: its file was cut short")
+        return data
 
 
 Extents = tuple[Extent, ...]
@@ -129,8 +141,7 @@ class StoredRows:
 
     def _decoded_chunks(self) -> Iterator[Chunk]:
         for run in self._runs():
-            values: Buffer = memoryview(np.ascontiguousarray(self.format.decode(run))).cast("B")
-            yield values
+            yield np.ascontiguousarray(self.format.decode(run)).data.cast("B")
 
     def _joined_spans(self) -> list[Chunk]:
         joined: list[FileSpan] = []
@@ -149,9 +160,4 @@ class StoredRows:
         for extent in self.extents:
             for start in range(extent.start, extent.end, step):
                 piece = extent.clip(start, start + step)
-                span = piece.span(self.format.row_bytes)
-                assert piece.record is not None
-                data = piece.record.file.read(span.offset, span.length)
-                if len(data) != span.length:
-                    raise DamagedEntry("stored data is damaged: its file was cut short")
-                yield Run(piece.header, data, piece.rows)
+                yield Run(piece.header, piece.read(self.format.row_bytes), piece.rows)

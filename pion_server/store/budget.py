@@ -1,0 +1,65 @@
+"""One byte limit over everything a worker keeps (`--maxmemory`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pion_server.errors import OutOfMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """Something that can be evicted: its size in bytes and how."""
+
+    nbytes: int
+    evict: Callable[[], None]
+
+
+class MemoryBudget:
+    """Counts what its sources hold and evicts, least recently used first, to make room.
+
+    `limit` None: no limit. Each source is (used bytes, victims in order of eviction); sources
+    added first are asked for victims first.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._sources: list[
+            tuple[Callable[[], int], Callable[[bytes | None], Sequence[Victim]]]
+        ] = []
+
+    def add_source(
+        self, used: Callable[[], int], victims: Callable[[bytes | None], Sequence[Victim]]
+    ) -> None:
+        self._sources.append((used, victims))
+
+    @property
+    def used(self) -> int:
+        return sum(used() for used, _ in self._sources)
+
+    def reserve(self, nbytes: int, keep: bytes | None = None) -> None:
+        """Make room for `nbytes` more without touching namespace `keep`.
+
+        Raises OutOfMemory, having evicted nothing, if that cannot be done.
+        """
+        if self.limit is None or nbytes <= 0:
+            return
+        missing = self.used + nbytes - self.limit
+        if missing <= 0:
+            return
+        chosen: list[Victim] = []
+        for _, victims in self._sources:
+            for victim in victims(keep):
+                if missing <= 0:
+                    break
+                if victim.nbytes > 0:
+                    chosen.append(victim)
+                    missing -= victim.nbytes
+        if missing > 0:
+            raise OutOfMemory(
+                f"{nbytes} bytes do not fit into --maxmemory {self.limit}: "
+                f"{self.used} used and nothing left to evict"
+            )
+        for victim in chosen:
+            victim.evict()

@@ -1,0 +1,216 @@
+"""Opening a data directory: snapshot, then log, then ready for writes; and saving it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pion_server.store.budget import MemoryBudget
+from pion_server.store.compaction import Compaction, Item
+from pion_server.store.files import PRIVATE_DIR, DirectoryLock, StoreFile
+from pion_server.store.log import LogReader, Record, RecordLog
+from pion_server.store.snapshot import VStoreFreeze, replay
+from pion_server.store.ssm import SsmStore
+from pion_server.store.vstore import VStore
+
+VSTORE_KIND, SSM_KIND = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """What `pion-server`'s flags decide about the stores; sizes in bytes, None: no limit."""
+
+    directory: Path
+    worker: int = 0
+    max_sessions: int = 256
+    max_memory: int | None = None
+    ssm_budget: int | None = None
+    max_disk: int | None = None
+    vstore_log: bool = True
+    keep_cut: bool = False
+
+
+@dataclass(slots=True)
+class Saving:
+    """One SAVE in progress over both logs: `write` in a thread, `finish` under the writer lock."""
+
+    parts: list[tuple[Compaction, Callable[[], None]]]
+
+    def write(self) -> None:
+        """Write and flush both snapshots, then copy the records appended meanwhile."""
+        for compaction, _ in self.parts:
+            compaction.write()
+        for compaction, _ in self.parts:
+            compaction.catch_up()
+
+    def finish(self) -> None:
+        """Put the new files into place."""
+        for compaction, adopt in self.parts:
+            compaction.finish()
+            adopt()
+
+    def abandon(self) -> None:
+        for compaction, _ in self.parts:
+            compaction.abandon()
+
+
+@dataclass(slots=True)
+class Stores:
+    """Everything a worker keeps on disk."""
+
+    vstore: VStore
+    ssm: SsmStore
+    budget: MemoryBudget
+    options: StoreOptions
+    notices: list[str]
+    _lock: DirectoryLock
+    saving: bool = field(default=False)
+
+    @property
+    def snapshot_path(self) -> Path:
+        return self.options.directory / f"pion.vstore.{self.options.worker}"
+
+    @property
+    def ssm_snapshot_path(self) -> Path:
+        return self.options.directory / f"pion.ssm.{self.options.worker}"
+
+    @property
+    def dead_bytes(self) -> int:
+        """Bytes in log and snapshot that a SAVE gives back."""
+        log = self.vstore.log
+        return max(0, log.end + log.other_bytes - self.vstore.stored_bytes)
+
+    def begin_save(self) -> Saving:
+        """Freeze both stores; the writer lock is held."""
+        freeze = VStoreFreeze(self.vstore)
+        vstore = Compaction(self.vstore.log, self.snapshot_path, freeze.items())
+        ssm = Compaction(self.ssm.log, self.ssm_snapshot_path, self.ssm.freeze())
+        return Saving([(vstore, freeze.adopt), (ssm, lambda: None)])
+
+    def begin_copy(self, target: Path) -> Callable[[], None]:
+        """An extra V-store snapshot at `target`; the returned work runs in a thread."""
+        freeze = VStoreFreeze(self.vstore)
+        compaction = Compaction(self.vstore.log, target, freeze.items())
+        self.vstore.log.tail = None
+
+        def work() -> None:
+            try:
+                compaction.write()
+                compaction.publish_copy(target)
+            except OSError:
+                compaction.abandon()
+                raise
+
+        return work
+
+    def sync(self) -> None:
+        """COMMIT: both logs on stable storage."""
+        self.vstore.log.sync()
+        self.ssm.log.sync()
+
+    def close(self) -> None:
+        """Flush what can be flushed and give the directory free."""
+        try:
+            self.sync()
+        finally:
+            self._lock.close()
+
+
+def open_stores(options: StoreOptions) -> Stores:
+    """Lock and load a data directory.
+
+    Raises DirectoryInUse, ForeignFile, OSError; whatever was cut, recovered or lost is said in
+    `Stores.notices`.
+    """
+    directory = options.directory
+    directory.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
+    lock = DirectoryLock(directory)
+    try:
+        return _load(options, lock)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
+    directory, worker = options.directory, options.worker
+    for stale in (f"pion.vstore.{worker}.tmp", f"pion.ssm.{worker}.tmp"):
+        (directory / stale).unlink(missing_ok=True)
+    budget = MemoryBudget()
+    notices: list[str] = []
+    vlog_path = directory / f"pion.vstore.wal.{worker}" if options.vstore_log else None
+    vlog = RecordLog(vlog_path, directory, VSTORE_KIND)
+    vstore = VStore(vlog, max_sessions=options.max_sessions, budget=budget)
+    snapshot = directory / f"pion.vstore.{worker}"
+    _replay(vlog, snapshot, lambda record: replay(vstore, record), notices, options.keep_cut)
+    slog = RecordLog(directory / f"pion.ssm.wal.{worker}", directory, SSM_KIND)
+    ssm = SsmStore(slog, vstore.manifests, limit=options.ssm_budget, budget=budget)
+    snapshot = directory / f"pion.ssm.{worker}"
+    _replay(slog, snapshot, ssm.replay, notices, options.keep_cut)
+    vstore.ssm = ssm
+    budget.limit = options.max_memory
+    vlog.max_bytes = slog.max_bytes = options.max_disk
+    return Stores(vstore, ssm, budget, options, notices, lock)
+
+
+def _replay(
+    log: RecordLog,
+    snapshot: Path,
+    apply: Callable[[Record], None],
+    notices: list[str],
+    keep_cut: bool,
+) -> None:
+    covers = 0
+    if snapshot.exists() and snapshot.stat().st_size:
+        reader = LogReader(StoreFile.open(snapshot), log.kind)
+        for record in reader.records():
+            apply(record)
+        covers, log.marker = reader.covers, reader.marker or log.marker
+        log.other_bytes = reader.size
+        _tell(snapshot.name, reader, notices, "left as it is")
+    reader = LogReader(log.file, log.kind)
+    last = covers
+    for record in _after(reader.records(), covers):
+        apply(record)
+        log.replayed += 1
+        last = max(last, record.seq)
+    if reader.report.cut_at is not None and keep_cut:
+        _save_cut(log, reader.report.cut_at)
+    log.start_from(reader, last)
+    _tell(log.file.path.name, reader, notices, "cut off")
+
+
+def _after(records: Iterator[Record], covers: int) -> Iterator[Record]:
+    return (record for record in records if record.seq > covers)
+
+
+def _tell(name: str, reader: LogReader, notices: list[str], fate: str) -> None:
+    report = reader.report
+    notices.extend(f"{name}: {note}" for note in report.notes)
+    if report.recovered:
+        notices.append(f"{name}: {report.recovered} records recovered from their second head")
+    if report.lost_bytes:
+        notices.append(f"{name}: {report.lost_bytes} damaged bytes passed over")
+    if report.cut_at is not None:
+        notices.append(
+            f"{name}: {report.cut_bytes} bytes after offset {report.cut_at} "
+            f"are no complete record: {fate}"
+        )
+
+
+def _save_cut(log: RecordLog, start: int) -> None:
+    import time
+
+    target = log.file.path.with_name(f"{log.file.path.name}.cut-{int(time.time())}")
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    copy = StoreFile(target, fd)
+    at = start
+    while data := log.file.read(at, 1 << 20):
+        copy.write([data], at - start)
+        at += len(data)
+    copy.sync()
+
+
+__all__ = ["Item", "Saving", "StoreOptions", "Stores", "open_stores"]

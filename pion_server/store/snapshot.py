@@ -1,0 +1,200 @@
+"""The V-store as snapshot items, and records back into a V-store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pion_server.errors import DamagedEntry
+from pion_server.formats import Format
+from pion_server.store.compaction import Item, Part, whole_item
+from pion_server.store.entries import RecordType, dump_meta, load_meta, name_bytes
+from pion_server.store.log import Record
+from pion_server.store.manifests import Manifest
+from pion_server.store.rows import Extent, Extents, select
+from pion_server.store.schema import Schema
+from pion_server.store.sessions import Blocks, Session
+from pion_server.store.vstore import VStore, rows_extents, rows_meta
+
+MAX_BODY = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _FrozenLayer:
+    index: int
+    format: Format
+    count: int
+    extents: Extents
+
+
+class VStoreFreeze:
+    """The live state at one moment, to be written out and then adopted by the running store."""
+
+    def __init__(self, store: VStore) -> None:
+        self._store = store
+        self._covers = store.log.seq
+        with store.lock:
+            self._sessions = [
+                (s, [_FrozenLayer(i, x.format, x.count, x.extents) for i, x in s.layers.items()])
+                for s in store.table
+            ]
+            self._manifests = list(store.manifests.by_ns.items())
+            self._pins = list(store.pins)
+            self._expiry = list(store.expiry.items())
+            self._last_gen = store.manifests.last_gen
+        self._places: dict[tuple[int, int], Extents] = {}
+
+    def items(self) -> Iterator[Item]:
+        """Snapshot items; read in a thread, they touch nothing that may change meanwhile."""
+        yield Item(RecordType.GENERATION, dump_meta({"g": self._last_gen}), [])
+        for session, layers in self._sessions:
+            listed = [[session.sid, session.schema.to_json()]]
+            yield Item(RecordType.CREATE, dump_meta({"s": listed}), [])
+            for layer in layers:
+                yield from self._layer_items(session, layer)
+            if session.blocks is not None:
+                meta = dump_meta({"s": session.sid, "b": session.blocks.block_size})
+                yield Item(RecordType.BLOCKS, meta, [session.blocks.hashes])
+        for ns, manifest in self._manifests:
+            yield self._manifest_item(ns, manifest)
+        for ns in self._pins:
+            yield Item(RecordType.PIN, dump_meta({"n": ns, "p": True}), [])
+        for ns, at in self._expiry:
+            yield Item(RecordType.EXPIRE, dump_meta({"n": ns, "t": at}), [])
+
+    def _manifest_item(self, ns: bytes, manifest: Manifest) -> Item:
+        def adopt(record: Record) -> None:
+            if self._store.manifests.by_ns.get(ns) is manifest:
+                manifest.record = record
+
+        meta = dump_meta({"n": ns, "g": manifest.gen})
+        return whole_item(RecordType.MANIFEST, meta, manifest.record, adopt)
+
+    def _layer_items(self, session: Session, layer: _FrozenLayer) -> Iterator[Item]:
+        key = (session.index, layer.index)
+        self._places[key] = ()
+        row_bytes = layer.format.row_bytes
+        for group in _groups(layer.extents, row_bytes):
+            first = group[0]
+            if first.record is None:
+                lost = {"s": session.sid, "l": layer.index, "a": first.start, "r": first.rows}
+                self._places[key] += (first,)
+                yield Item(RecordType.LOST, dump_meta(lost), [])
+                continue
+            parts: list[Part | bytes] = [
+                Part(e.record, e.shift + (e.start - e.base) * row_bytes, e.rows * row_bytes)
+                for e in group
+                if e.record is not None
+            ]
+            runs = [(e.rows, e.header) for e in group]
+            start = first.start
+
+            def adopt(
+                record: Record, start: int = start, runs: list[tuple[int, bytes]] = runs
+            ) -> None:
+                self._places[key] += rows_extents(record, start, runs, row_bytes)
+
+            yield Item(
+                RecordType.ROWS, rows_meta(session.sid, layer.index, start, runs), parts, adopt
+            )
+
+    def adopt(self) -> None:
+        """Point the live index at the snapshot's copies; rows written since stay as they are."""
+        with self._store.lock:
+            for session, layers in self._sessions:
+                if self._store.table.get(session.sid) is not session:
+                    continue
+                for frozen in layers:
+                    held = session.layers.get(frozen.index)
+                    if held is not None:
+                        places = self._places[(session.index, frozen.index)]
+                        held.extents = self._moved(held.extents, places)
+
+    def _moved(self, extents: Extents, places: Extents) -> Extents:
+        moved: list[Extent] = []
+        for extent in extents:
+            if extent.record is not None and extent.record.seq > self._covers:
+                moved.append(extent)
+                continue
+            found = select(places, extent.start, extent.end)
+            moved.extend(found if found is not None else (extent,))
+        return tuple(moved)
+
+
+def _groups(extents: Extents, row_bytes: int) -> Iterator[list[Extent]]:
+    """Adjacent sound extents, up to 16 MiB together and cut to that size; lost ones alone."""
+    group: list[Extent] = []
+    size = 0
+    for extent in extents:
+        try:
+            if extent.record is not None:
+                extent.record.verify()
+        except DamagedEntry:
+            extent = replace(extent, record=None)
+        step = max(1, MAX_BODY // row_bytes)
+        for start in range(extent.start, extent.end, step):
+            piece = extent.clip(start, start + step)
+            joins = (
+                group
+                and piece.record is not None
+                and group[-1].record is not None
+                and group[-1].end == piece.start
+                and size + piece.rows * row_bytes <= MAX_BODY
+            )
+            if group and not joins:
+                yield group
+                group, size = [], 0
+            group.append(piece)
+            size += piece.rows * row_bytes
+    if group:
+        yield group
+
+
+def replay(store: VStore, record: Record) -> None:
+    """Apply one record of a snapshot or log; records about unknown sessions are ignored."""
+    meta = load_meta(record.meta)
+    kind = record.type
+    if kind == RecordType.CREATE:
+        for sid, schema in meta["s"]:
+            name, wanted = name_bytes(sid), Schema.from_json(schema)
+            held = store.table.get(name)
+            if held is None or held.schema != wanted:
+                store.remove(name)
+                store.table.add(name, wanted)
+    elif kind == RecordType.DROP:
+        sids, names = ([name_bytes(x) for x in meta[key]] for key in ("s", "n"))
+        store.apply_drop(sids, names, None)
+    elif kind in (RecordType.FILL, RecordType.MANIFEST, RecordType.UNMANIFEST):
+        store.manifests.replay(kind, name_bytes(meta["n"]), int(meta.get("g", 0)), record)
+    elif kind == RecordType.GENERATION:
+        store.manifests.last_gen = max(store.manifests.last_gen, int(meta["g"]))
+    elif kind == RecordType.PIN:
+        change = store.pins.add if meta["p"] else store.pins.discard
+        change(name_bytes(meta["n"]))
+    elif kind == RecordType.EXPIRE:
+        store.expiry[name_bytes(meta["n"])] = float(meta["t"])
+    else:
+        session = store.table.get(name_bytes(meta["s"]))
+        if session is not None:
+            _replay_session(store, session, kind, meta, record)
+
+
+def _replay_session(
+    store: VStore, session: Session, kind: int, meta: dict[str, Any], record: Record
+) -> None:
+    if kind == RecordType.ROWS:
+        runs = [(int(rows), bytes.fromhex(header)) for rows, header in meta["r"]]
+        row_bytes = session.layer(meta["l"]).format.row_bytes
+        store.apply_rows(session, meta["l"], rows_extents(record, meta["a"], runs, row_bytes))
+    elif kind == RecordType.LOST:
+        lost = Extent(None, b"", meta["a"], 0, meta["a"], meta["a"] + meta["r"])
+        store.apply_rows(session, meta["l"], (lost,))
+    elif kind == RecordType.CUT:
+        store.apply_cut(session, meta["c"])
+    elif kind == RecordType.BLOCKS:
+        try:
+            blocks = Blocks(meta["b"], record.read())
+        except DamagedEntry:
+            blocks = None
+        session.blocks = blocks if blocks and blocks.count else None

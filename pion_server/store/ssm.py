@@ -1,0 +1,161 @@
+"""Recurrent state (SSM.PREFIX.*): opaque blobs by (sid, layer), in a log of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from pion_server.errors import OutOfMemory
+from pion_server.payload import Buffer
+from pion_server.store.budget import MemoryBudget, Victim
+from pion_server.store.compaction import Item, whole_item
+from pion_server.store.entries import RecordType, dump_meta, load_meta, name_bytes
+from pion_server.store.log import Record, RecordLog
+from pion_server.store.manifests import Manifests
+
+
+class SsmStore:
+    """All recurrent state of one worker; evicted by whole sid, least recently used first.
+
+    `limit` is `--ssm-budget` in bytes (None: only the shared memory budget counts).
+    """
+
+    def __init__(
+        self,
+        log: RecordLog,
+        manifests: Manifests,
+        *,
+        limit: int | None = None,
+        budget: MemoryBudget | None = None,
+    ) -> None:
+        self.log = log
+        self.lock = threading.RLock()
+        self.limit = limit
+        self.stored_bytes = 0
+        self.evictions = 0
+        self._manifests = manifests
+        self._by_sid: OrderedDict[bytes, dict[int, Record]] = OrderedDict()
+        self._budget = budget or MemoryBudget()
+        self._budget.add_source(lambda: self.stored_bytes, self._victims)
+
+    def __len__(self) -> int:
+        return len(self._by_sid)
+
+    def store(
+        self, sid: bytes, layer: int, blob: Buffer, *, gen: int | None = None, owner: object
+    ) -> None:
+        """Keep `blob` under (sid, layer), replacing what was there.
+
+        Raises Stale for a wrong generation, OutOfMemory (nothing evicted) for a blob over the
+        budget, LogFailed.
+        """
+        self._manifests.require(sid, gen)
+        size = len(memoryview(blob).cast("B"))
+        if self.limit is not None and size > self.limit:
+            raise OutOfMemory(f"a blob of {size} bytes exceeds --ssm-budget {self.limit}")
+        old = self._by_sid.get(sid, {}).get(layer)
+        more = size - (old.length if old else 0)
+        self._make_room(sid, more)
+        self._budget.reserve(more, sid)
+        self._manifests.written(sid, gen, owner)
+        record = self.log.append(RecordType.STATE, dump_meta({"s": sid, "l": layer}), [blob])
+        self._apply(sid, layer, record)
+
+    def _make_room(self, sid: bytes, more: int) -> None:
+        if self.limit is None:
+            return
+        excess = self.stored_bytes + more - self.limit
+        chosen: list[Victim] = []
+        for victim in self._victims(sid) if excess > 0 else ():
+            if excess <= 0:
+                break
+            chosen.append(victim)
+            excess -= victim.nbytes
+        if excess > 0:
+            raise OutOfMemory(f"the state of this prefix exceeds --ssm-budget {self.limit}")
+        for victim in chosen:
+            victim.evict()
+
+    def fetch(self, sid: bytes, layer: int) -> Record | None:
+        """The record holding the blob, None if there is none; touches the sid."""
+        with self.lock:
+            layers = self._by_sid.get(sid)
+            if layers is None:
+                return None
+            self._by_sid.move_to_end(sid)
+            return layers.get(layer)
+
+    def drop(self, sid: bytes, layer: int | None = None, *, owner: object) -> None:
+        """Forget one layer, or all of them; nothing happens if there is nothing."""
+        layers = self._by_sid.get(sid)
+        if layers is None or (layer is not None and layer not in layers):
+            return
+        self._manifests.written(sid, None, owner)
+        self._log_drop(sid, layer)
+
+    def drop_with_prefix(self, ns: bytes) -> None:
+        """Forget the state of a namespace whose manifest went with it."""
+        if ns in self._by_sid:
+            self._log_drop(ns, None)
+
+    def _log_drop(self, sid: bytes, layer: int | None) -> None:
+        self.log.append(RecordType.STATE_DROP, dump_meta({"s": sid, "l": layer}))
+        self._apply_drop(sid, layer)
+
+    def _evict(self, sid: bytes) -> None:
+        self._manifests.written(sid, None, None)
+        self._log_drop(sid, None)
+        self.evictions += 1
+
+    def _victims(self, keep: bytes | None) -> list[Victim]:
+        def victim(sid: bytes, layers: dict[int, Record]) -> Victim:
+            return Victim(sum(r.length for r in layers.values()), lambda: self._evict(sid))
+
+        return [victim(sid, layers) for sid, layers in self._by_sid.items() if sid != keep]
+
+    def _apply(self, sid: bytes, layer: int, record: Record) -> None:
+        with self.lock:
+            layers = self._by_sid.setdefault(sid, {})
+            old = layers.get(layer)
+            self.stored_bytes += record.length - (old.length if old else 0)
+            layers[layer] = record
+            self._by_sid.move_to_end(sid)
+
+    def _apply_drop(self, sid: bytes, layer: int | None) -> None:
+        with self.lock:
+            layers = self._by_sid.get(sid, {})
+            for index in [layer] if layer is not None else list(layers):
+                record = layers.pop(index, None)
+                self.stored_bytes -= record.length if record else 0
+            if not layers:
+                self._by_sid.pop(sid, None)
+
+    def replay(self, record: Record) -> None:
+        """Apply one logged record at start-up."""
+        meta = load_meta(record.meta)
+        sid = name_bytes(meta["s"])
+        if record.type == RecordType.STATE:
+            self._apply(sid, int(meta["l"]), record)
+        elif record.type == RecordType.STATE_DROP:
+            self._apply_drop(sid, meta["l"])
+
+    def freeze(self) -> Iterator[Item]:
+        """Everything held now, as snapshot items; damaged blobs stay damaged."""
+        held = [(sid, layer, r) for sid, ls in self._by_sid.items() for layer, r in ls.items()]
+        return self._items(held)
+
+    def _items(self, held: list[tuple[bytes, int, Record]]) -> Iterator[Item]:
+        for sid, layer, record in held:
+            meta = dump_meta({"s": sid, "l": layer})
+
+            def adopt(new: Record, sid: bytes = sid, at: int = layer, old: Record = record) -> None:
+                self._adopt(sid, at, old, new)
+
+            yield whole_item(RecordType.STATE, meta, record, adopt)
+
+    def _adopt(self, sid: bytes, layer: int, old: Record, new: Record) -> None:
+        with self.lock:
+            layers = self._by_sid.get(sid)
+            if layers is not None and layers.get(layer) is old:
+                layers[layer] = new

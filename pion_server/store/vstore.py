@@ -1,0 +1,433 @@
+"""The V-store: sessions of rows over a record log, with everything a prefix has beside rows.
+
+One writer at a time (the caller sees to that); readers may come from any thread at any moment. A
+write is checked, then logged, then applied, in that order: refused or failed, it changed nothing.
+`owner` is the connection that writes: it tells a fill's own writes from others'.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from pion_server.errors import BadArgument, NotFound
+from pion_server.formats import InputType
+from pion_server.payload import Buffer
+from pion_server.store.budget import MemoryBudget, Victim
+from pion_server.store.entries import RecordType, dump_meta
+from pion_server.store.log import Record, RecordLog
+from pion_server.store.manifests import Manifests
+from pion_server.store.rows import (
+    Extent,
+    Extents,
+    StoredRows,
+    count_rows,
+    cut_after,
+    overlay,
+    select,
+)
+from pion_server.store.schema import MAX_ROWS, Schema
+from pion_server.store.sessions import Blocks, Session, SessionTable, namespace_of, sides
+
+MAX_SNAPSHOTS = 16
+
+
+class StateStore(Protocol):
+    """What the V-store asks of the recurrent-state store: to forget a namespace's state."""
+
+    def drop_with_prefix(self, ns: bytes) -> None: ...
+
+
+class VStore:
+    """All sessions, manifests, block tables, pins and expiry times of one worker."""
+
+    def __init__(
+        self,
+        log: RecordLog,
+        *,
+        max_sessions: int = 256,
+        budget: MemoryBudget | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.log = log
+        self.lock = threading.RLock()
+        self.table = SessionTable(max_sessions)
+        self.manifests = Manifests(log)
+        self.budget = budget or MemoryBudget()
+        self.budget.add_source(lambda: self.stored_bytes, self._victims)
+        self.ssm: StateStore | None = None
+        self.on_change: list[Callable[[bytes], None]] = []
+        self.pins: set[bytes] = set()
+        self.expiry: dict[bytes, float] = {}
+        self.admissions: dict[bytes, int] = {}
+        self.stored_bytes = 0
+        self.evictions = 0
+        self._wall_clock = wall_clock
+        self._next_snapshot = 1
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def session(self, sid: bytes) -> Session:
+        """The session, not touching its age; NotFound if there is none."""
+        session = self.table.get(sid)
+        if session is None:
+            raise NotFound("session not found")
+        return session
+
+    def holds(self, ns: bytes) -> bool:
+        """Whether a side or a manifest of `ns` is held."""
+        return any(self.table.get(s) for s in sides(ns)) or ns in self.manifests.by_ns
+
+    def lookup(self, ns: bytes) -> Session | None:
+        """The K side if the prefix is a hit (both sides held, no fill open); touches both."""
+        with self.lock:
+            k, v = (self.table.get(sid) for sid in sides(ns))
+            if k is None or v is None or self.manifests.fill(ns) is not None:
+                return None
+            self.table.touch(k.sid)
+            return k
+
+    def rows(self, sid: bytes, layer: int, start: int, end: int) -> StoredRows | None:
+        """Rows `[start, end)` of one layer; None if any of them was never written."""
+        with self.lock:
+            session = self.session(sid)
+            self.table.touch(sid)
+            held = session.layers.get(layer)
+            found = select(held.extents, start, end) if held else None
+            return StoredRows(held.format, found) if held and found is not None else None
+
+    def rows_by_id(self, sid: bytes, layer: int, ids: Sequence[int]) -> StoredRows | None:
+        """The rows of `ids` in the order asked; None if any of them was never written."""
+        with self.lock:
+            session = self.session(sid)
+            self.table.touch(sid)
+            held = session.layers.get(layer)
+            if held is None:
+                return None
+            found: list[Extent] = []
+            for row in ids:
+                piece = select(held.extents, row, row + 1)
+                if piece is None:
+                    return None
+                found.extend(piece)
+            return StoredRows(held.format, tuple(found))
+
+    # --- sessions ----------------------------------------------------------------------------
+
+    def create(self, sid: bytes, schema: Schema, owner: object) -> int:
+        """V.CREATE: make or keep one session and return its index."""
+        session = self.table.get(sid)
+        if session is not None and session.schema == schema:
+            self.table.touch(sid)
+            return session.index
+        if session is not None and not session.empty:
+            raise BadArgument("session exists with another format")
+        ns = namespace_of(sid)
+        self._make_slots(0 if session else 1, ns)
+        self.manifests.written(ns, None, owner)
+        self._log_sessions([(sid, schema)], replaced=[sid] if session else [])
+        return self.session(sid).index
+
+    def register(
+        self,
+        ns: bytes,
+        schemas: tuple[Schema, Schema],
+        *,
+        blocks: Blocks | None = None,
+        prefill_ms: int | None = None,
+        owner: object,
+    ) -> None:
+        """KV.PREFIX.REGISTER: both sides, kept if they fit, recreated empty if they do not."""
+        wanted = list(zip(sides(ns), schemas, strict=True))
+        held = [self.table.get(sid) for sid, _ in wanted]
+        fitting = all(
+            s is None or s.schema == schema for s, (_, schema) in zip(held, wanted, strict=True)
+        )
+        replaced = [] if fitting else [s.sid for s in held if s is not None]
+        missing = [w for w in wanted if not fitting or self.table.get(w[0]) is None]
+        self._make_slots(len(missing) - len(replaced), ns)
+        if missing:
+            if replaced or ns in self.manifests.by_ns:
+                self.manifests.written(ns, None, owner)
+            self._log_sessions(missing, replaced)
+        k_side = self.session(wanted[0][0])
+        if blocks is not None:
+            self._set_blocks(k_side, blocks)
+        k_side.prefill_ms = prefill_ms
+        self.table.touch(k_side.sid)
+
+    def _set_blocks(self, session: Session, blocks: Blocks) -> None:
+        meta = {"s": session.sid, "b": blocks.block_size}
+        self.log.append(RecordType.BLOCKS, dump_meta(meta), [blocks.hashes])
+        session.blocks = blocks if blocks.count else None
+
+    def _log_sessions(self, made: list[tuple[bytes, Schema]], replaced: list[bytes]) -> None:
+        if replaced:
+            self.log.append(RecordType.DROP, dump_meta({"s": replaced, "n": []}))
+            for sid in replaced:
+                self.remove(sid)
+        listed = [[sid, schema.to_json()] for sid, schema in made]
+        self.log.append(RecordType.CREATE, dump_meta({"s": listed}))
+        with self.lock:
+            for sid, schema in made:
+                self.table.add(sid, schema)
+        for sid, _ in made:
+            self._changed(sid)
+
+    def _make_slots(self, wanted: int, keep: bytes | None) -> None:
+        """Evict least recently used pairs until `wanted` more sessions fit under the cap."""
+        excess = len(self.table) + wanted - self.table.max_sessions
+        chosen: list[tuple[bytes, ...]] = []
+        for pair in self.table.oldest_pairs() if excess > 0 else ():
+            if excess <= 0:
+                break
+            if self._evictable(pair, keep):
+                chosen.append(pair)
+                excess -= len(pair)
+        if excess > 0:
+            raise BadArgument(
+                f"failed: no free slots, all {self.table.max_sessions} sessions are held or pinned"
+            )
+        for pair in chosen:
+            self._evict(pair)
+
+    # --- rows --------------------------------------------------------------------------------
+
+    def store(
+        self,
+        sid: bytes,
+        layer: int,
+        start: int,
+        count: int,
+        blob: Buffer,
+        *,
+        input: InputType | None = InputType.F32,  # noqa: A002
+        gen: int | None = None,
+        owner: object,
+    ) -> None:
+        """V.STOREBATCH: rows `[start, start + count)`; `input` None means PACKED rows."""
+        ns = namespace_of(sid)
+        session = self.session(sid)
+        if start + count > MAX_ROWS:
+            raise BadArgument(f"start+count {start + count} exceeds {MAX_ROWS} rows")
+        spec = session.schema.layer(layer)
+        held = session.layers.get(layer)
+        fmt = held.format if held else spec.format()
+        width = fmt.packed_row_bytes if input is None else fmt.input_row_bytes(input)
+        if input is not None and fmt.name == "raw":
+            raise BadArgument("raw rows are stored with FMT PACKED only")
+        if len(blob) != count * width:
+            raise BadArgument(
+                f"V.STOREBATCH: blob size {len(blob)} is not {count} rows of {width} bytes"
+            )
+        self.manifests.require(ns, gen)
+        try:
+            runs = fmt.unpack(blob, count) if input is None else [fmt.encode(blob, count, input)]
+        except ValueError as error:
+            raise BadArgument(f"V.STOREBATCH: {error}") from error
+        covered = cover(held.extents if held else (), start, start + count)
+        self.budget.reserve((count - covered) * fmt.row_bytes, ns or sid)
+        self.manifests.written(ns, gen, owner)
+        shapes = [(run.rows, run.header) for run in runs]
+        meta = rows_meta(sid, layer, start, shapes)
+        record = self.log.append(RecordType.ROWS, meta, [run.body for run in runs])
+        self.apply_rows(session, layer, rows_extents(record, start, shapes, fmt.row_bytes))
+        with self.lock:
+            self.table.touch(sid)
+        self._changed(sid)
+
+    def apply_rows(self, session: Session, layer: int, new: Extents) -> None:
+        """Put logged rows into the index."""
+        with self.lock:
+            held = session.layer(layer)
+            before = held.stored_bytes
+            held.extents = overlay(held.extents, new)
+            held.count = max(held.count, new[-1].end)
+            self.stored_bytes += held.stored_bytes - before
+
+    # --- dropping ----------------------------------------------------------------------------
+
+    def drop_sessions(self, sids: Iterable[bytes], owner: object) -> int:
+        """V.DROP: raw sids; the number of sessions dropped."""
+        held = [sid for sid in dict.fromkeys(sids) if self.table.get(sid)]
+        if not held:
+            return 0
+        for ns in {ns for ns in map(namespace_of, held) if ns is not None}:
+            self.manifests.written(ns, None, owner)
+        self._log_drop(held, [], owner)
+        return len(held)
+
+    def drop_prefixes(self, names: Iterable[bytes], owner: object) -> int:
+        """KV.PREFIX.DROP: the number of namespaces of which anything was held."""
+        held = [ns for ns in dict.fromkeys(names) if self.holds(ns)]
+        if held:
+            sids = [sid for ns in held for sid in sides(ns) if self.table.get(sid)]
+            self._log_drop(sids, held, owner)
+        return len(held)
+
+    def _log_drop(self, sids: Sequence[bytes], names: Sequence[bytes], owner: object) -> None:
+        self.log.append(RecordType.DROP, dump_meta({"s": sids, "n": names}))
+        self.apply_drop(sids, names, owner)
+
+    def apply_drop(self, sids: Sequence[bytes], names: Sequence[bytes], owner: object) -> None:
+        """Forget sessions and what their namespaces have; the caller has logged it."""
+        for sid in sids:
+            self.remove(sid)
+        for ns in names:
+            had_manifest = self.manifests.forget(ns, owner)
+            self.pins.discard(ns)
+            self.expiry.pop(ns, None)
+            if had_manifest and self.ssm is not None:
+                self.ssm.drop_with_prefix(ns)
+        for sid in sids:
+            self._changed(sid)
+
+    def remove(self, sid: bytes) -> None:
+        """Forget a session; the caller has logged it."""
+        with self.lock:
+            session = self.table.remove(sid)
+            if session is not None:
+                self.stored_bytes -= session.stored_bytes
+
+    def _evictable(self, pair: tuple[bytes, ...], keep: bytes | None) -> bool:
+        owner = namespace_of(pair[0]) or pair[0]
+        return owner != keep and owner not in self.pins
+
+    def _evict(self, pair: tuple[bytes, ...]) -> None:
+        ns = namespace_of(pair[0])
+        self._log_drop(pair, [ns] if ns is not None else [], None)
+        self.evictions += len(pair)
+
+    def _victims(self, keep: bytes | None) -> list[Victim]:
+        victims = []
+        for pair in self.table.oldest_pairs():
+            if self._evictable(pair, keep):
+                size = sum(self.session(sid).stored_bytes for sid in pair)
+                victims.append(Victim(size, lambda pair=pair: self._evict(pair)))  # type: ignore[misc]
+        return victims
+
+    # --- rewinding ---------------------------------------------------------------------------
+
+    def snapshot(self, sid: bytes) -> int:
+        """V.SNAPSHOT: remember the row counts; the snapshot's id."""
+        session = self.session(sid)
+        if len(session.snapshots) >= MAX_SNAPSHOTS:
+            raise BadArgument(f"no free snapshot slot (at most {MAX_SNAPSHOTS} a session)")
+        number = self._next_snapshot
+        self._next_snapshot += 1
+        session.snapshots[number] = {i: layer.count for i, layer in session.layers.items()}
+        return number
+
+    def restore(self, sid: bytes, number: int, owner: object) -> None:
+        """V.RESTORE: every count becomes min(current, captured)."""
+        session = self.session(sid)
+        counts = session.snapshots.get(number)
+        if counts is None:
+            raise BadArgument(f"unknown snap_id {number}")
+        cuts = [
+            (i, counts.get(i, 0))
+            for i, layer in session.layers.items()
+            if layer.count > counts.get(i, 0)
+        ]
+        if cuts:
+            self.manifests.written(namespace_of(sid), None, owner)
+            self.log.append(RecordType.CUT, dump_meta({"s": sid, "c": cuts}))
+            self.apply_cut(session, cuts)
+            self._changed(sid)
+
+    def apply_cut(self, session: Session, cuts: Iterable[tuple[int, int]]) -> None:
+        """Lower the counts of some layers; the caller has logged it."""
+        with self.lock:
+            for index, count in cuts:
+                held = session.layers.get(index)
+                if held is not None and held.count > count:
+                    before = held.stored_bytes
+                    held.extents = cut_after(held.extents, count)
+                    held.count = count
+                    self.stored_bytes += held.stored_bytes - before
+
+    def release(self, sid: bytes, number: int) -> bool:
+        """V.COMMIT: forget a snapshot; whether it existed."""
+        return self.session(sid).snapshots.pop(number, None) is not None
+
+    # --- tables, pins, expiry, admission -----------------------------------------------------
+
+    def blocks(self, ns: bytes) -> Blocks | None:
+        """The block table of a namespace; touches it if there is one."""
+        session = self.table.get(sides(ns)[0])
+        if session is None or session.blocks is None:
+            return None
+        with self.lock:
+            self.table.touch(session.sid)
+        return session.blocks
+
+    def pin(self, ns: bytes, pinned: bool) -> bool:
+        """Pinned prefixes are never evicted; False if `ns` is not held."""
+        if not self.holds(ns):
+            return False
+        if pinned != (ns in self.pins):
+            self.log.append(RecordType.PIN, dump_meta({"n": ns, "p": pinned}))
+            (self.pins.add if pinned else self.pins.discard)(ns)
+        return True
+
+    def expire(self, ns: bytes, seconds: int) -> bool:
+        """Drop `ns` after `seconds`; False if it is not held."""
+        if not self.holds(ns):
+            return False
+        at = self._wall_clock() + seconds
+        self.log.append(RecordType.EXPIRE, dump_meta({"n": ns, "t": at}))
+        self.expiry[ns] = at
+        return True
+
+    def drop_expired(self) -> int:
+        """Drop every namespace whose time has come; how many there were."""
+        now = self._wall_clock()
+        due = [ns for ns, at in self.expiry.items() if at <= now]
+        for ns in due:
+            self.expiry.pop(ns, None)
+        return self.drop_prefixes(due, None) if due else 0
+
+    def admit(self, ns: bytes) -> int:
+        """Count one more miss of `ns`."""
+        self.admissions[ns] = self.admissions.get(ns, 0) + 1
+        return self.admissions[ns]
+
+    def _changed(self, sid: bytes) -> None:
+        for notify in self.on_change:
+            notify(sid)
+
+
+def cover(extents: Extents, start: int, end: int) -> int:
+    """How many of the rows `[start, end)` are held already."""
+    return count_rows(tuple(e.clip(start, end) for e in extents if e.start < end and e.end > start))
+
+
+def membership(blocks: Blocks, probes: Buffer) -> bytes:
+    """Bit i set iff probe i stands in the table; sorted search, O(K log N)."""
+    table = blocks.sorted
+    wanted = np.frombuffer(probes, dtype="<u8")
+    places = np.minimum(np.searchsorted(table, wanted), len(table) - 1)
+    return np.packbits(table[places] == wanted, bitorder="little").tobytes()
+
+
+def rows_meta(sid: bytes, layer: int, start: int, runs: Sequence[tuple[int, bytes]]) -> bytes:
+    """Metadata of a ROWS record; runs are (rows, run header)."""
+    listed: list[Any] = [[rows, header.hex()] for rows, header in runs]
+    return dump_meta({"s": sid, "l": layer, "a": start, "r": listed})
+
+
+def rows_extents(
+    record: Record, start: int, shapes: Iterable[tuple[int, bytes]], row_bytes: int
+) -> Extents:
+    """Extents of a ROWS record: its runs lie one after another in the body."""
+    found: list[Extent] = []
+    at, shift = start, 0
+    for rows, header in shapes:
+        found.append(Extent(record, header, at, shift, at, at + rows))
+        at += rows
+        shift += rows * row_bytes
+    return tuple(found)
