@@ -1,0 +1,72 @@
+"""`make_pion_prompt_cache`: a prompt cache for one request on top of a prefix held in process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .attention import is_installed
+from .inproc import SWITCH, lane_is_off
+from .prefix_entry import CannotSplit, PrefixEntry, PrefixMismatch, model_name
+from .splittable import require_splittable
+
+
+class PatchNotInstalled(RuntimeError):
+    """The attention patch is not installed, so a split cache could not be used."""
+
+
+class PrefixNotHeld(LookupError):
+    """No prefix of that name is held in this process."""
+
+
+def make_pion_prompt_cache(
+    model: Any,
+    namespace: str,
+    prompt_cache: Any,
+    prefix_len: int,
+    sparse_full_layers: Sequence[int] | None = None,
+) -> list[Any]:
+    """Make a cache list for one request whose first ``prefix_len`` tokens are a held prefix.
+
+    Use it as ``generate(..., prompt_cache=...)`` or ``model(tokens, cache=...)``, and pass only the
+    tokens *after* the prefix. Rows of the prefix are shared by all caches made for the namespace;
+    a cache owns what its request adds. One cache serves one request at a time.
+
+    ``prompt_cache`` is the `PionPromptCache` that computed the prefix (anything with a store of
+    `PrefixEntry` by namespace as ``_mlx_prefix_kv`` will do).
+
+    Raises `PatchNotInstalled`; `CannotSplit` for a model whose attention cannot be split, by name
+    and with the reason; `PrefixNotHeld` for a namespace that is not in this process or a lane that
+    is turned off; `PrefixMismatch` for another model or another ``prefix_len`` than the prefix's.
+    In each of these cases the cache rebuild (``prompt_cache.get_or_prefill``) still works.
+    """
+    if sparse_full_layers is not None:
+        raise CannotSplit(
+            "sparse_full_layers needs the attention engine behind the wire; a prefix held in "
+            "process is attended densely: leave it out"
+        )
+    if not is_installed():
+        raise PatchNotInstalled("call install_pion_attention_patch() first")
+    require_splittable(model)
+    entry = _find_entry(namespace, prompt_cache)
+    if entry.model() is not model:
+        raise PrefixMismatch(
+            f"prefix {namespace!r} was computed by another model than this {model_name(model)}"
+        )
+    if prefix_len != entry.tokens:
+        raise PrefixMismatch(f"prefix {namespace!r} has {entry.tokens} tokens, not {prefix_len}")
+    return entry.open()
+
+
+def _find_entry(namespace: str, prompt_cache: Any) -> PrefixEntry:
+    store = getattr(prompt_cache, "_mlx_prefix_kv", None)
+    if store is None:
+        raise TypeError(f"{type(prompt_cache).__name__} keeps no prefixes in process")
+    entry: PrefixEntry | None = None if lane_is_off() else store.get(namespace)
+    if entry is None:
+        why = f"{SWITCH} turns the in-process lane off" if lane_is_off() else "it is not held"
+        raise PrefixNotHeld(
+            f"no prefix {namespace!r} in this process ({why}); "
+            "use the cache rebuild (get_or_prefill) instead"
+        )
+    return entry
