@@ -1,15 +1,15 @@
 """Every error a command can answer, as one tree.
 
-    CommandError                the whole reply text after `-`, one line
-    ├── BadArgument             ERR …: refused before any effect
-    ├── NotFound                ERR … not found
-    ├── OutOfMemory             -OOM: over a byte limit and nothing left to evict
-    ├── LogFailed               -MISCONF: the log cannot take the record (disk full, I/O error)
-    ├── Stale                   -STALE: a fill that is no longer the current one
-    ├── DamagedEntry            ERR: a checksum or a read failed; only this entry is affected
-    ├── AuthRequired            -NOAUTH
-    ├── WrongPassword           -WRONGPASS
-    └── NotPermitted            -NOPERM
+CommandError                the whole reply text after `-`, one line
+├── BadArgument             ERR …: refused before any effect
+├── NotFound                ERR … not found
+├── OutOfMemory             -OOM: over a byte limit and nothing left to evict
+├── LogFailed               -MISCONF: the log cannot take the record (disk full, I/O error)
+├── Stale                   -STALE: a fill that is no longer the current one
+├── DamagedEntry            ERR: a checksum or a read failed; only this entry is affected
+├── AuthRequired            -NOAUTH
+├── WrongPassword           -WRONGPASS
+└── NotPermitted            -NOPERM
 """
 
 from __future__ import annotations

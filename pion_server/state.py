@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from pion_server.config import Config
+from pion_server.store.opening import StoreOptions, Stores, open_stores
+from pion_server.store.ssm import SsmStore
+from pion_server.store.vstore import VStore
 from pion_server.wire.connection import Connection
 
 
@@ -89,6 +91,7 @@ class ServerState:
     """Shared by all commands of a process. Changed on the event loop's thread only."""
 
     config: Config
+    stores: Stores
     worker_id: int = 0
     run_id: str = field(default_factory=lambda: secrets.token_hex(20))
     started_at: float = field(default_factory=time.monotonic)
@@ -99,9 +102,17 @@ class ServerState:
     # Set once the server listens: the port really bound, and how to ask for a graceful end.
     port: int = 0
     stop: Callable[[str], None] = lambda reason: None
-    vstore: Any = None
-    manifests: Any = None
-    ssm: Any = None
+    save_lock: WriterLock = field(default_factory=WriterLock)
+    total_fetches: int = 0
+    short_fetches: int = 0
+
+    @property
+    def vstore(self) -> VStore:
+        return self.stores.vstore
+
+    @property
+    def ssm(self) -> SsmStore:
+        return self.stores.ssm
 
     @property
     def uptime(self) -> float:
@@ -110,12 +121,24 @@ class ServerState:
 
     def close(self) -> None:
         """Close the stores; their acknowledged writes are on disk already."""
-        for store in (self.vstore, self.manifests, self.ssm):
-            if store is not None:
-                store.close()
+        self.stores.close()
 
 
 def open_state(config: Config) -> ServerState:
-    """Make the data directory (0700), open what lies in it, and hand out the whole."""
-    os.makedirs(config.directory, mode=0o700, exist_ok=True)
-    return ServerState(config)
+    """Lock and load the data directory (0700) and hand out the whole.
+
+    Raises DirectoryInUse, ForeignFile or OSError; what was cut or lost is told on stderr.
+    """
+    stores = open_stores(
+        StoreOptions(
+            config.directory,
+            max_sessions=config.vstore_sessions,
+            max_memory=config.max_memory,
+            ssm_budget=config.ssm_budget,
+            max_disk=config.max_disk,
+            vstore_log=config.vstore_log,
+        )
+    )
+    for notice in stores.notices:
+        print(f"pion-server: {notice}", file=sys.stderr)
+    return ServerState(config, stores)

@@ -7,7 +7,7 @@ its bytes in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,6 +106,8 @@ def count_rows(extents: Extents) -> int:
 class StoredRows:
     """A consistent view of some rows of one layer, in the order asked, to be sent or decoded."""
 
+    filled = False
+
     def __init__(self, format: Format, extents: Extents) -> None:  # noqa: A002
         self.format = format
         self.extents = extents
@@ -161,3 +163,40 @@ class StoredRows:
             for start in range(extent.start, extent.end, step):
                 piece = extent.clip(start, start + step)
                 yield Run(piece.header, piece.read(self.format.row_bytes), piece.rows)
+
+
+class ZeroFilledRows(StoredRows):
+    """Rows with zeros where none were ever written (`--fetch-zero-fill`, for old clients only)."""
+
+    filled = True
+
+    def __init__(self, format: Format, extents: Extents, start: int, end: int) -> None:  # noqa: A002
+        super().__init__(format, extents)
+        self._start, self._end = start, end
+
+    def packed(self) -> Payload:
+        """Only for fp16, whose zero row is zero bytes."""
+        return self._with_gaps(self.format.row_bytes, StoredRows.packed)
+
+    def decoded(self) -> Payload:
+        return self._with_gaps(self.format.dim * 4, StoredRows.decoded)
+
+    def _with_gaps(self, width: int, payload: Callable[[StoredRows], Payload]) -> Payload:
+        def chunks() -> Iterator[Chunk]:
+            at = self._start
+            for extent in self.extents:
+                yield bytes((extent.start - at) * width)
+                yield from payload(StoredRows(self.format, (extent,))).chunks()
+                at = extent.end
+            yield bytes((self._end - at) * width)
+
+        return Payload((self._end - self._start) * width, chunks)
+
+
+def select_filled(format: Format, extents: Extents, start: int, end: int) -> StoredRows | None:  # noqa: A002
+    """As `select`, gaps answered with zeros; None if no asked row exists at all."""
+    found = select(extents, start, end)
+    if found is not None:
+        return StoredRows(format, found)
+    held = tuple(e.clip(start, end) for e in extents if e.start < end and e.end > start)
+    return ZeroFilledRows(format, held, start, end) if held else None

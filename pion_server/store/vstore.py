@@ -29,6 +29,7 @@ from pion_server.store.rows import (
     cut_after,
     overlay,
     select,
+    select_filled,
 )
 from pion_server.store.schema import MAX_ROWS, Schema
 from pion_server.store.sessions import Blocks, Session, SessionTable, namespace_of, sides
@@ -91,12 +92,19 @@ class VStore:
             self.table.touch(k.sid)
             return k
 
-    def rows(self, sid: bytes, layer: int, start: int, end: int) -> StoredRows | None:
-        """Rows `[start, end)` of one layer; None if any of them was never written."""
+    def rows(
+        self, sid: bytes, layer: int, start: int, end: int, *, fill: bool = False
+    ) -> StoredRows | None:
+        """Rows `[start, end)` of one layer; None if any of them was never written.
+
+        `fill`: zeros for those, None only if not one exists.
+        """
         with self.lock:
             session = self.session(sid)
             self.table.touch(sid)
             held = session.layers.get(layer)
+            if fill and held:
+                return select_filled(held.format, held.extents, start, end)
             found = select(held.extents, start, end) if held else None
             return StoredRows(held.format, found) if held and found is not None else None
 

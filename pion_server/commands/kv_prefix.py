@@ -1,0 +1,275 @@
+"""KV.PREFIX.*: prefixes, their two sides and everything that belongs to them."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import PurePosixPath
+
+from pion_server.commands import arguments
+from pion_server.commands.arguments import integer, word
+from pion_server.commands.registry import Args, Context, Flag, command
+from pion_server.commands.saving import save_copy, save_default
+from pion_server.errors import BadArgument, CommandError, LogFailed
+from pion_server.payload import Buffer, Offload
+from pion_server.store.schema import Schema
+from pion_server.store.vstore import membership
+
+US_PER_TOKEN = 555
+MAX_EXPIRE = 10 * 365 * 86_400
+
+
+@command("KV.PREFIX.REGISTER", min_args=3, flags=Flag.WRITE, names="first")
+def register(ctx: Context, args: Args) -> str:
+    """KV.PREFIX.REGISTER <ns> <kv_dim> <vquant> [BLOCKS <size> <count> <hashes>] [PREFILL_MS <ms>]
+
+    Creates or reuses both sides of a prefix.
+    """
+    schema = arguments.uniform_schema(args[1], args[2])
+    return _register(ctx, args[0], (schema, schema), args[3:])
+
+
+@command("KV.PREFIX.REGISTER.SCHEMA", min_args=4, flags=Flag.WRITE, names="first")
+def register_schema(ctx: Context, args: Args) -> str:
+    """KV.PREFIX.REGISTER.SCHEMA <ns> <n> <k_spec>*n <v_spec>*n [BLOCKS ...] [PREFILL_MS <ms>]
+
+    As REGISTER, with one specification for each layer of each side.
+    """
+    count = arguments.layer_count(args[1])
+    specs, options = args[2 : 2 + 2 * count], args[2 + 2 * count :]
+    if len(specs) != 2 * count:
+        raise BadArgument(f"KV.PREFIX.REGISTER.SCHEMA {count}: too few specs ({len(specs)})")
+    sides = (arguments.schema_of(specs[:count], 0), arguments.schema_of(specs[count:], 0))
+    return _register(ctx, args[0], sides, options)
+
+
+def _register(ctx: Context, ns: Buffer, schemas: tuple[Schema, Schema], options: Args) -> str:
+    blocks, prefill_ms = arguments.register_options(options)
+    ctx.state.vstore.register(
+        arguments.name(ns), schemas, blocks=blocks, prefill_ms=prefill_ms, owner=ctx.connection
+    )
+    return "OK"
+
+
+@command("KV.PREFIX.LOOKUP", min_args=1, names="first")
+def lookup(ctx: Context, args: Args) -> str:
+    """KV.PREFIX.LOOKUP <ns> [TOKENS <n>] [PREFILL_MS <ms>]
+
+    `+HIT` or `+MISS`. The options say what the value receipt credits for a hit.
+    """
+    tokens, prefill_ms = _receipt_options(args[1:])
+    stats = ctx.state.stats
+    k_side = ctx.state.vstore.lookup(arguments.name(args[0]))
+    if k_side is None:
+        stats.misses += 1
+        return "MISS"
+    credited = tokens if tokens is not None else k_side.rows(0)
+    if prefill_ms is None and tokens is None:
+        prefill_ms = k_side.prefill_ms
+    stats.hits += 1
+    stats.tokens_served += credited
+    if prefill_ms is not None:
+        stats.hits_measured += 1
+        stats.prefill_us_measured += prefill_ms * 1000
+        stats.prefill_us_saved += prefill_ms * 1000
+    else:
+        stats.prefill_us_saved += credited * US_PER_TOKEN
+    return "HIT"
+
+
+def _receipt_options(args: Args) -> tuple[int | None, int | None]:
+    values: dict[str, int] = {}
+    for at in range(0, len(args), 2):
+        option = word(args[at])
+        limits = {"TOKENS": 100_000_000, "PREFILL_MS": arguments.MAX_PREFILL_MS}
+        if option not in limits:
+            raise BadArgument("KV.PREFIX.LOOKUP: unknown option (TOKENS <n>, PREFILL_MS <ms>)")
+        if at + 1 >= len(args):
+            raise BadArgument(f"KV.PREFIX.LOOKUP: {option} requires a value")
+        values[option] = integer(args[at + 1], option, 0, limits[option])
+    return values.get("TOKENS"), values.get("PREFILL_MS")
+
+
+@command("KV.PREFIX.DROP", min_args=1, flags=Flag.WRITE, names="all")
+def drop(ctx: Context, args: Args) -> int:
+    """KV.PREFIX.DROP <ns> [<ns> ...]
+
+    Frees both sides, manifest, table and pin; answers of how many anything was held.
+    """
+    names = [arguments.name(arg) for arg in args]
+    return int(ctx.state.vstore.drop_prefixes(names, ctx.connection))
+
+
+@command("KV.PREFIX.OWNER", min_args=1, max_args=1, names="first")
+def owner(ctx: Context, args: Args) -> str:
+    """KV.PREFIX.OWNER <ns>
+
+    `+<worker>`, with the schema's digest if there is one, or `+-1`.
+    """
+    ns = arguments.name(args[0])
+    if not ctx.state.vstore.holds(ns):
+        return "-1"
+    k_side = ctx.state.vstore.table.get(ns + b"_pk")
+    digest = k_side.schema.digest() if k_side is not None else 0
+    return f"{ctx.state.worker_id} {digest}" if digest else str(ctx.state.worker_id)
+
+
+@command("KV.PREFIX.BLOCKS", min_args=1, max_args=1, names="first")
+def blocks(ctx: Context, args: Args) -> object:
+    """KV.PREFIX.BLOCKS <ns>
+
+    `u32 block_size | u32 block_count | u64 hashes`, little-endian, or `+UNKNOWN`.
+    """
+    table = ctx.state.vstore.blocks(arguments.name(args[0]))
+    if table is None:
+        return "UNKNOWN"
+    return struct.pack("<II", table.block_size, table.count) + table.hashes
+
+
+@command("KV.PREFIX.MEMBERSHIP", min_args=3, max_args=3, names="first")
+def member(ctx: Context, args: Args) -> object:
+    """KV.PREFIX.MEMBERSHIP <ns> <hash_count> <hash_blob>
+
+    A bitmap: bit i is set iff probe i stands in the namespace's block table; or `+UNKNOWN`.
+    """
+    probes = arguments.hash_blob(args[1], args[2])
+    table = ctx.state.vstore.blocks(arguments.name(args[0]))
+    return "UNKNOWN" if table is None else membership(table, probes)
+
+
+@command("KV.PREFIX.INFO", min_args=0, max_args=0)
+def info(ctx: Context, args: Args) -> bytes:
+    """KV.PREFIX.INFO"""
+    state, vstore = ctx.state, ctx.state.vstore
+    k_sides = [session for session in vstore.table if session.sid.endswith(b"_pk")]
+    fields = {
+        "registered_prefixes": len(k_sides),
+        "total_prefix_tokens": sum(session.rows(0) for session in k_sides),
+        "vstore_sessions": len(vstore.table),
+        "vstore_total_fetches": state.total_fetches,
+        "vstore_evictions": vstore.evictions,
+        "vstore_max_sessions": vstore.table.max_sessions,
+        "vstore_bytes": vstore.stored_bytes,
+        "wal_enabled": int(vstore.log.durable),
+        "wal_bytes": vstore.log.end if vstore.log.durable else 0,
+        "wal_appended": vstore.log.appended,
+        "wal_replayed": vstore.log.replayed,
+        "directory_enabled": 0,
+        "my_worker_id": state.worker_id,
+        "directory_entries": 0,
+        "sdpa_warm": 0,
+        "sdpa_cold": 0,
+        "sdpa_demotions": 0,
+        "sdpa_rehydrates": 0,
+        "vstore_short_fetches": state.short_fetches,
+    }
+    return "".join(f"{key}:{value}\r\n" for key, value in fields.items()).encode()
+
+
+@command("KV.PREFIX.SAVE", min_args=0, max_args=1, flags=Flag.ADMIN)
+def save(ctx: Context, args: Args) -> object:
+    """KV.PREFIX.SAVE [<path>]
+
+    Snapshots everything, then empties the log; other clients go on meanwhile. With a path,
+    relative to the data directory: an extra copy, the log stays.
+    """
+    path = bytes(args[0]) if args else b""
+    if not path:
+        return save_default(ctx.state)
+    return save_copy(ctx.state, _relative(path))
+
+
+def _relative(path: bytes) -> str:
+    text = path.decode("utf-8", "replace")
+    pure = PurePosixPath(text)
+    bad = len(path) > 255 or any(ord(c) < 32 or ord(c) == 127 or c == "\ufffd" for c in text)
+    if bad or pure.is_absolute() or ".." in pure.parts or text.startswith("~"):
+        raise BadArgument("KV.PREFIX.SAVE: path must be relative, without '..' or control bytes")
+    if pure.name.startswith("pion.") or pure.name == "":
+        raise BadArgument("KV.PREFIX.SAVE: path must be relative and no name of the server's own")
+    return str(pure)
+
+
+@command("KV.PREFIX.COMMIT", min_args=0, max_args=0, flags=Flag.ADMIN)
+def commit(ctx: Context, args: Args) -> object:
+    """KV.PREFIX.COMMIT
+
+    `+OK` once everything acknowledged is on stable storage.
+    """
+    if not ctx.state.config.keyspace_log:
+        raise CommandError("KV.PREFIX.COMMIT needs the log, which --no-wal turned off")
+    stores = ctx.state.stores
+
+    def work() -> str:
+        try:
+            stores.sync()
+        except LogFailed as error:
+            raise CommandError(f"KV.PREFIX.COMMIT failed: {str(error)[8:]}") from error
+        return "OK"
+
+    return Offload(work)
+
+
+@command(
+    "KV.PREFIX.META",
+    min_args=2,
+    max_args=4,
+    flags=Flag.WRITE,
+    names="first",
+    args="<ns> BEGIN | SET <gen> <blob> | ABORT <gen> | GET",
+)
+def meta(ctx: Context, args: Args) -> object:
+    """KV.PREFIX.META <ns> BEGIN | SET <gen> <blob> | ABORT <gen> | GET
+
+    A manifest, written last, says that a prefix is complete; a fill is the lease to write one.
+    """
+    manifests, ns, action = ctx.state.vstore.manifests, arguments.name(args[0]), word(args[1])
+    counts = {"BEGIN": 2, "SET": 4, "ABORT": 3, "GET": 2}
+    if action not in counts:
+        raise BadArgument("KV.PREFIX.META: unknown subcommand (BEGIN, SET, ABORT or GET)")
+    if len(args) != counts[action]:
+        raise BadArgument(f"KV.PREFIX.META {action}: wrong number of arguments")
+    if action == "GET":
+        found = manifests.get(ns)
+        return None if found is None else [found[0], found[1]]
+    if action == "BEGIN":
+        return int(manifests.begin(ns, ctx.connection))
+    gen = arguments.generation(args[2:])
+    if action == "ABORT":
+        manifests.abort(ns, gen)
+    else:
+        manifests.set(ns, gen, args[3])
+    return "OK"
+
+
+@command("KV.PREFIX.PIN", min_args=1, max_args=1, flags=Flag.WRITE, names="first")
+def pin(ctx: Context, args: Args) -> int:
+    """KV.PREFIX.PIN <ns>
+
+    A pinned prefix is never evicted: 1, or 0 if it is not held.
+    """
+    return int(ctx.state.vstore.pin(arguments.name(args[0]), True))
+
+
+@command("KV.PREFIX.UNPIN", min_args=1, max_args=1, flags=Flag.WRITE, names="first")
+def unpin(ctx: Context, args: Args) -> int:
+    """KV.PREFIX.UNPIN <ns>"""
+    return int(ctx.state.vstore.pin(arguments.name(args[0]), False))
+
+
+@command("KV.PREFIX.EXPIRE", min_args=2, max_args=2, flags=Flag.WRITE, names="first")
+def expire(ctx: Context, args: Args) -> int:
+    """KV.PREFIX.EXPIRE <ns> <seconds>
+
+    Drops the prefix after that time: 1, or 0 if it is not held.
+    """
+    seconds = integer(args[1], "seconds", 1, MAX_EXPIRE)
+    return int(ctx.state.vstore.expire(arguments.name(args[0]), seconds))
+
+
+@command("KV.PREFIX.ADMIT", min_args=1, max_args=1, flags=Flag.WRITE, names="first")
+def admit(ctx: Context, args: Args) -> int:
+    """KV.PREFIX.ADMIT <ns>
+
+    Adds one to the namespace's miss counter and answers it: processes share n-hit admission.
+    """
+    return int(ctx.state.vstore.admit(arguments.name(args[0])))
