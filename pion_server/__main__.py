@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pion_server import __version__
 from pion_server.commands.dispatch import Dispatcher
 from pion_server.config import Config, ConfigError, help_text, parse, resolve
+from pion_server.housekeeping import start_housekeeping
 from pion_server.process import raise_file_limit
 from pion_server.state import ServerState, open_state
 from pion_server.status import CrashLog, StatusFile
@@ -107,10 +108,11 @@ async def _serve_until_stopped(
         except OSError as error:
             raise _cannot_listen(config, error) from None
         server.listen(listener)
-    heartbeat = loop.create_task(status.beat())
+    background = [loop.create_task(status.beat()), *start_housekeeping(state)]
     _announce(config, state.port)
     reason = await stopped
-    heartbeat.cancel()
+    for task in background:
+        task.cancel()
     await server.stop()
     dispatcher.close()
     state.close()

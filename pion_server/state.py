@@ -141,4 +141,6 @@ def open_state(config: Config) -> ServerState:
     )
     for notice in stores.notices:
         print(f"pion-server: {notice}", file=sys.stderr)
+    replayed = stores.vstore.log.replayed + stores.ssm.log.replayed
+    print(f"WAL replayed {replayed} records, {len(stores.vstore.table)} sessions", flush=True)
     return ServerState(config, stores)

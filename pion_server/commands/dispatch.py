@@ -64,6 +64,7 @@ class Dispatcher:
     def disconnected(self, connection: Connection) -> None:
         del self.state.connections[connection.id]
         del self._contexts[connection.id]
+        self.state.vstore.manifests.disconnect(connection)
         for callback in connection.on_close:
             try:
                 callback()
@@ -81,7 +82,7 @@ class Dispatcher:
         try:
             if command is None:
                 if bytes(name[:8]).upper() in _HTTP:
-                    connection.abort = True
+                    connection.closing = True
                     return NO_REPLY
                 if not connection.authenticated:
                     raise AuthRequired("Authentication required.")
