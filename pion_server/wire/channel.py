@@ -153,9 +153,7 @@ class Channel:
                 pieces = encode(CommandError("internal error: the reply could not be encoded"))
             self.outbox.put(pieces)
         self._limit_input()
-        if connection.abort:
-            self.close()
-        elif connection.closing:
+        if connection.closing:
             self._ending = True
 
     def _refuse(self, error: Exception) -> None:

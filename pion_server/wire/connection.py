@@ -24,10 +24,8 @@ class Connection:
     opened_at: float = field(default_factory=time.monotonic)
     last_command: str = ""
     last_command_at: float = field(default_factory=time.monotonic)
-    # Set by a command (QUIT): close once its reply is sent.
+    # Set by a command (QUIT): close once its reply, if any, is sent; execute nothing more.
     closing: bool = False
-    # Set by dispatch: close at once, without another byte.
-    abort: bool = False
     # Called once each, when the connection is gone: an open fill ends with its owner.
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
