@@ -18,6 +18,9 @@ from pion_server.housekeeping import start_housekeeping
 from pion_server.process import raise_file_limit
 from pion_server.state import ServerState, open_state
 from pion_server.status import CrashLog, StatusFile
+from pion_server.store.checking import check_directory
+from pion_server.store.files import DirectoryInUse
+from pion_server.store.log import ForeignFile
 from pion_server.wire.resp import Limits
 from pion_server.wire.server import Server
 
@@ -36,10 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.action == "version":
             print(f"pion-server {__version__}")
             return 0
+        if config.action in ("check", "repair"):
+            return _check(config)
         return _serve(config)
-    except ConfigError as error:
+    except (ConfigError, DirectoryInUse, ForeignFile, FileNotFoundError) as error:
         print(f"pion-server: {error}", file=sys.stderr)
         return 1
+
+
+def _check(config: Config) -> int:
+    """0 if every record is whole, 1 otherwise; each problem is one line."""
+    assert config.target is not None
+    report = check_directory(
+        config.target,
+        repair=config.action == "repair",
+        progress=lambda name: print(f"checking {name}", file=sys.stderr),
+    )
+    for problem in report.problems:
+        print(problem)
+    print(
+        f"{report.files} files, {report.records} records, {report.nbytes} bytes: "
+        f"{len(report.problems) or 'no'} problem{'' if len(report.problems) == 1 else 's'}"
+    )
+    return 1 if report.problems else 0
 
 
 def _serve(config: Config) -> int:

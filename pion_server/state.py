@@ -69,6 +69,29 @@ class WriterLock:
         self.release()
 
 
+class GroupCommit:
+    """Many writers, one fsync: whoever joins while one runs waits for the next."""
+
+    def __init__(self, sync: Callable[[], None]) -> None:
+        self._sync = sync
+        self._turn = WriterLock()
+        self._open: asyncio.Task[None] | None = None
+
+    async def commit(self) -> None:
+        """Return once everything applied before this call is on stable storage.
+
+        Raises LogFailed.
+        """
+        if self._open is None:
+            self._open = asyncio.get_running_loop().create_task(self._flush())
+        await asyncio.shield(self._open)
+
+    async def _flush(self) -> None:
+        async with self._turn:
+            self._open = None
+            await asyncio.to_thread(self._sync)
+
+
 @dataclass(slots=True)
 class Stats:
     """The counters of WIRE.md section 9; all go back to 0 on a reset."""
@@ -103,8 +126,12 @@ class ServerState:
     port: int = 0
     stop: Callable[[str], None] = lambda reason: None
     save_lock: WriterLock = field(default_factory=WriterLock)
+    group_commit: GroupCommit = field(init=False)
     total_fetches: int = 0
     short_fetches: int = 0
+
+    def __post_init__(self) -> None:
+        self.group_commit = GroupCommit(self.stores.sync)
 
     @property
     def vstore(self) -> VStore:

@@ -92,7 +92,10 @@ class Dispatcher:
             _check_arity(command, len(args))
             _check_names(command, command.names, args, "namespace", NAMESPACE_LIMIT)
             _check_names(command, command.sids, args, "sid", SID_LIMIT)
-            return self._run(command, self._contexts[connection.id], args)
+            result = self._run(command, self._contexts[connection.id], args)
+            if Flag.WRITE in command.flags and self.state.config.fsync == "always":
+                return self._commit(command, result)
+            return result
         except Exception as error:
             return _as_reply(error, command)
 
@@ -130,6 +133,20 @@ class Dispatcher:
             return await self._finish(command, result)
         finally:
             self.state.writer_lock.release()
+
+    async def _commit(
+        self, command: Command, result: object | Coroutine[Any, Any, object]
+    ) -> object:
+        """`--fsync always`: no acknowledgement before the write is on stable storage."""
+        if isinstance(result, CoroutineType):
+            result = await result
+        if isinstance(result, CommandError):
+            return result
+        try:
+            await self.state.group_commit.commit()
+        except Exception as error:
+            return _as_reply(error, command)
+        return result
 
     async def _finish(self, command: Command, result: object) -> object:
         try:

@@ -6,8 +6,18 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from pion_server.commands.registry import Args, Context, command
 from pion_server.errors import CommandError
 from pion_server.state import ServerState
+
+
+@command("SAVE", min_args=0, max_args=0)
+def save(ctx: Context, args: Args) -> str:
+    """SAVE
+
+    Accepted for Redis clients: every acknowledged write is in the log already.
+    """
+    return "OK"
 
 
 async def save_default(state: ServerState) -> str:

@@ -149,9 +149,7 @@ def _fetch_range(ctx: Context, args: Args) -> object:
 
 def _fetch_batch(ctx: Context, args: Args) -> object:
     if len(args) < 4:
-        raise BadArgument(
-            "V.FETCH BATCH requires: <start> <end> [<layers>] [FMT NATIVE|PACKED]"
-        )
+        raise BadArgument("V.FETCH BATCH requires: <start> <end> [<layers>] [FMT NATIVE|PACKED]")
     vstore, sid = ctx.state.vstore, arguments.name(args[0])
     session = vstore.session(sid)
     start, end = _bounds(args[2], args[3], "BATCH invalid range")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pion_server.store.budget import MemoryBudget
-from pion_server.store.compaction import Compaction, Item
-from pion_server.store.files import PRIVATE_DIR, DirectoryLock, StoreFile
-from pion_server.store.log import LogReader, Record, RecordLog
+from pion_server.store.compaction import Compaction
+from pion_server.store.files import PRIVATE_DIR, PRIVATE_FILE, DirectoryLock, StoreFile
+from pion_server.store.log import READ_CHUNK, LogReader, Record, RecordLog
 from pion_server.store.snapshot import VStoreFreeze, replay
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore
@@ -177,7 +178,7 @@ def _replay(
         log.replayed += 1
         last = max(last, record.seq)
     if reader.report.cut_at is not None and keep_cut:
-        _save_cut(log, reader.report.cut_at)
+        cut_tail(log.file, reader.report.cut_at)
     log.start_from(reader, last)
     _tell(log.file.path.name, reader, notices, "cut off")
 
@@ -200,17 +201,16 @@ def _tell(name: str, reader: LogReader, notices: list[str], fate: str) -> None:
         )
 
 
-def _save_cut(log: RecordLog, start: int) -> None:
-    import time
-
-    target = log.file.path.with_name(f"{log.file.path.name}.cut-{int(time.time())}")
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def cut_tail(file: StoreFile, start: int) -> Path:
+    """Cut `file` at `start`; the cut bytes are kept beside it, in the file returned."""
+    target = file.path.with_name(f"{file.path.name}.cut-{int(time.time())}")
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
     copy = StoreFile(target, fd)
     at = start
-    while data := log.file.read(at, 1 << 20):
+    while data := file.read(at, READ_CHUNK):
         copy.write([data], at - start)
         at += len(data)
     copy.sync()
-
-
-__all__ = ["Item", "Saving", "StoreOptions", "Stores", "open_stores"]
+    file.truncate(start)
+    file.sync()
+    return target
