@@ -84,10 +84,14 @@ class Patience:
 class Lane(Protocol):
     """A way to one server. An exchange is all or nothing, and thread-safe."""
 
-    def exchange(self, commands: Sequence[Command], patience: Patience) -> list[Reply]:
+    def exchange(
+        self, commands: Sequence[Command], patience: Patience, *, retry: bool = True
+    ) -> list[Reply]:
         """Send `commands` as one pipeline and return their replies in order.
 
-        Raises TransportError when the exchange fails as a whole. Error replies are values.
+        `retry=False` for commands that only make sense on the connection that sent the ones
+        before, such as the writes of a fill. Raises TransportError when the exchange fails as a
+        whole. Error replies are values.
         """
 
     def close(self) -> None:

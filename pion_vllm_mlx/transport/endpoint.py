@@ -67,8 +67,7 @@ class Endpoint:
     ) -> list[Reply]:
         """Send one pipeline, return its replies; see `Lane.exchange`.
 
-        `retry=False` for commands that only make sense on the connection that sent the ones
-        before (a fill ends with its connection): then a stale connection is a failure.
+        With `retry` a kept connection that turns out dead is replaced once, at once.
         """
         with self._lock:
             if not self.available:
