@@ -49,7 +49,8 @@ def save_result(name: str, machine: Mapping[str, Any], result: Mapping[str, Any]
     """Write ``evals/results/<name>-<time>.json`` and return its path; never over an older file."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     stamp = str(machine["time"]).replace(":", "").replace("-", "")
-    document = {"name": name, "command": sys.orig_argv, "machine": machine, "result": result}
+    command = " ".join(["python", *sys.orig_argv[1:]])
+    document = {"name": name, "command": command, "machine": machine, "result": result}
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     for number in range(1000):
         path = RESULTS / f"{name}-{stamp}{f'-{number}' if number else ''}.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 import time
@@ -32,7 +33,8 @@ def run_bench(name: str) -> bool:
     except Exception:
         traceback.print_exc()
         return False
-    print(f"-- {time.perf_counter() - started:.1f} s, {describe_in_words(machine)}\n-- {path}")
+    print(f"-- {time.perf_counter() - started:.1f} s, {describe_in_words(machine)}")
+    print(f"-- {os.path.relpath(path)}")
     return True
 
 

@@ -1,0 +1,168 @@
+"""Fetching a 24 MB prefix, against redis-py GET from a redis-server and a bare receive loop.
+
+Expected: V.FETCH BATCH FMT PACKED at least 1.5 times redis-py's throughput for the same bytes, and
+at least half of a loop that only receives. The prefix is one side of SmolLM2's K/V for 1,024 tokens
+in float32: 30 layers of 192 values. Everybody speaks TCP over loopback on one connection; only we
+and the bare loop receive into memory that is reused, redis-py has no way to.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evals.rounds import interleave, medians
+from pion_vllm_mlx.local_server import LocalServer
+from pion_vllm_mlx.transport import Command, Patience
+from pion_vllm_mlx.transport.resp import RespConnection
+
+LAYERS, TOKENS, DIM = 30, 1024, 192
+LAYER_BYTES = TOKENS * DIM * 4
+TOTAL = LAYERS * LAYER_BYTES
+ROUNDS = 15
+
+_SOURCE = """
+import socket, sys
+block = bytes(range(256)) * (int(sys.argv[2]) // 256)
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    connection, _ = listener.accept()
+    with connection:
+        while connection.recv(1):
+            for _ in range(int(sys.argv[1])):
+                connection.sendall(block)
+"""
+
+
+def run() -> Mapping[str, Any]:
+    """Seconds, GB/s and the two ratios; without a redis-server that half is left out."""
+    rows = np.random.default_rng(1).standard_normal((LAYERS, TOKENS, DIM), dtype=np.float32)
+    with tempfile.TemporaryDirectory(prefix="pion-bench-") as name:
+        folder = Path(name)
+        server = LocalServer(folder / "data", folder / "server.log")
+        with server, _bare_source() as bare, _redis(folder) as redis_port:
+            contestants = {"pion": _fetch_with_pion(server, rows), "bare recv_into": bare}
+            if redis_port is not None:
+                contestants |= _redis_contestants(redis_port, rows)
+            seconds = interleave(contestants, ROUNDS)
+    middle = medians(seconds)
+    rates = {name: TOTAL / value / 1e9 for name, value in middle.items()}
+    print(f"{'':<28}{'ms':>9}{'GB/s':>9}")
+    for name, value in middle.items():
+        print(f"{name:<28}{value * 1e3:>9.1f}{rates[name]:>9.2f}")
+    ratios = {f"pion / {name}": rates["pion"] / rates[name] for name in rates if name != "pion"}
+    for name, ratio in ratios.items():
+        print(f"{name:<28}{ratio:>18.2f}x")
+    return {"bytes": TOTAL, "rounds": ROUNDS, "seconds": seconds, "gb_s": rates, "ratios": ratios}
+
+
+def _fetch_with_pion(server: LocalServer, rows: np.ndarray[Any, Any]) -> Any:
+    connection = RespConnection("127.0.0.1", server.port, deadline=time.monotonic() + 5)
+    patience = Patience(first_byte=30, stall=30)
+    create = Command.of("V.CREATE", "bench_pk", DIM, "VQUANT", "fp32")
+    stores = [
+        Command.of("V.STOREBATCH", "bench_pk", layer, 0, TOKENS, memoryview(rows[layer]).cast("B"))
+        for layer in range(LAYERS)
+    ]
+    replies = connection.exchange([create, *stores], patience)
+    if replies[1:] != ["OK"] * LAYERS:
+        raise RuntimeError(f"the server did not store the prefix: {replies}")
+    memory = np.empty((LAYERS, LAYER_BYTES), np.uint8)
+    words = ("V.FETCH", "bench_pk", "BATCH", 0, TOKENS, LAYERS, "FMT", "PACKED")
+    fetch_command = Command(words, place=lambda layer, size: memoryview(memory[layer])[:size])
+
+    def fetch() -> None:
+        connection.exchange([fetch_command], patience)
+
+    fetch()
+    if memory.tobytes() != rows.tobytes():
+        raise RuntimeError("what was fetched is not what was stored")
+    return fetch
+
+
+def _redis_contestants(port: int, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
+    import redis
+
+    client = redis.Redis(port=port)
+    keys = [f"layer{layer}" for layer in range(LAYERS)]
+    client.set("whole", rows.tobytes())
+    for key, layer in zip(keys, rows, strict=True):
+        client.set(key, layer.tobytes())
+
+    def get_layers() -> None:
+        pipeline = client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.get(key)
+        pipeline.execute()
+
+    return {
+        "redis-py GET, one value": lambda: client.get("whole"),
+        "redis-py GET, 30 pipelined": get_layers,
+    }
+
+
+@contextmanager
+def _redis(folder: Path) -> Iterator[int | None]:
+    """The port of a redis-server of our own that keeps nothing, or None where none is installed."""
+    program = shutil.which("redis-server")
+    if program is None:
+        print("no redis-server installed (Debian: apt-get install redis-server): left out")
+        yield None
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL)
+    try:
+        _wait_for_port(port)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _bare_source() -> Iterator[Any]:
+    """A function that receives TOTAL bytes from another process and does nothing else."""
+    command = [sys.executable, "-c", _SOURCE, str(LAYERS), str(LAYER_BYTES)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        memory = memoryview(bytearray(TOTAL))
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+
+            def receive() -> None:
+                connection.sendall(b".")
+                got = 0
+                while got < TOTAL:
+                    got += connection.recv_into(memory[got:])
+
+            yield receive
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for_port(port: int) -> None:
+    ends = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.02)
+        else:
+            return
