@@ -27,13 +27,8 @@ class AttentionPatch(Patch):
 
     def check(self) -> None:
         require_version("mlx-lm", mlx_lm.__version__, MLX_LM_LOW, MLX_LM_BELOW)
-        seams = seam.find_seams()
-        if not seams:
-            raise PatchConflict(
-                f"{seam.BASE}.{seam.NAME} was replaced by another patch that hides the original; "
-                "install this patch first"
-            )
-        for function in seams:
+        seam.check_bound()
+        for function in seam.find_seams():
             if seam.is_exchanged(function):
                 self._check_protocol(function)
             else:
@@ -60,7 +55,7 @@ class AttentionPatch(Patch):
 
     @staticmethod
     def _check_protocol(function: Any) -> None:
-        found = getattr(function, seam.STATE)["protocol"]
+        found = vars(function)[seam.STATE]["protocol"]
         if found != seam.PROTOCOL:
             raise PatchConflict(
                 f"another copy of pion_patches with seam protocol {found} is installed; "

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
-from ._patch import PatchConflict, require_signature
+from ._patch import PatchConflict, UnsupportedVersion, require_signature
 
 BASE = "mlx_lm.models.base"
 NAME = "scaled_dot_product_attention"
@@ -47,9 +47,10 @@ def seam_body(  # type: ignore[no-untyped-def]
 
 def is_seam(value: object) -> bool:
     """Say whether ``value`` is mlx-lm's own attention function, its body exchanged or not."""
+    # The globals say where it was defined; `functools.wraps` can forge every other sign.
     return (
         type(value) is FunctionType
-        and value.__module__ == BASE
+        and value.__globals__.get("__name__") == BASE
         and value.__name__ == NAME
         and not value.__dict__.get("__pion_original__", False)
     )
@@ -64,8 +65,7 @@ def find_seams() -> list[FunctionType]:
 
     Looks at what ``base`` holds, behind wrappers of other patchers, and at every module's values.
     """
-    bound = getattr(importlib.import_module(BASE), NAME, None)
-    found = {id(f): f for f in chain(bound) if is_seam(f)}
+    found = {id(f): f for f in chain(bound_function()) if is_seam(f)}
     for module in list(sys.modules.values()):
         for value in list(getattr(module, "__dict__", {}).values()):
             if is_seam(value):
@@ -73,10 +73,14 @@ def find_seams() -> list[FunctionType]:
     return list(found.values())
 
 
+def bound_function() -> Any:
+    """What a model imported now would bind: the seam, or somebody's replacement of it."""
+    return getattr(importlib.import_module(BASE), NAME, None)
+
+
 def current_seam() -> FunctionType | None:
-    """The attention function a model imported now would end up calling."""
-    bound = getattr(importlib.import_module(BASE), NAME, None)
-    reached = next((f for f in chain(bound) if is_seam(f)), None)
+    """The seam behind `bound_function`, else any that models imported earlier hold."""
+    reached = next((f for f in chain(bound_function()) if is_seam(f)), None)
     return reached or next(iter(find_seams()), None)
 
 
@@ -109,15 +113,32 @@ def chain(value: object, depth: int = 8) -> Iterator[Any]:
 
 
 def find_wrappers() -> dict[str, Callable[..., Any]]:
-    """Modules whose ``scaled_dot_product_attention`` is somebody's wrapper around the seam."""
+    """Modules whose ``scaled_dot_product_attention`` is somebody's wrapper around the seam.
+
+    In mlx-lm's own module anything but the seam counts, even if what it wraps cannot be seen.
+    """
     wrappers = {}
     for name, module in list(sys.modules.items()):
         value = getattr(module, "__dict__", {}).get(NAME)
         if value is None or is_seam(value) or not callable(value):
             continue
-        if any(is_seam(f) for f in chain(value)):
+        if name == BASE or any(is_seam(f) for f in chain(value)):
             wrappers[name] = value
     return wrappers
+
+
+def check_bound() -> None:
+    """Raise unless `bound_function` is the seam or leads to it."""
+    bound = bound_function()
+    if any(is_seam(f) for f in chain(bound)):
+        return
+    if not callable(bound):
+        raise UnsupportedVersion(f"mlx-lm without {BASE}.{NAME}", "mlx-lm with it")
+    require_signature(bound, signature_template)
+    raise PatchConflict(
+        f"{BASE}.{NAME} was replaced by {bound!r}, which hides the original; "
+        "install this patch before that one"
+    )
 
 
 def check_seam(seam: FunctionType) -> None:
@@ -159,8 +180,5 @@ def check_restorable(seam: FunctionType) -> None:
     for module, wrapper in find_wrappers().items():
         if state["wrappers"].get(module) is wrapper:
             continue
-        if any(f is seam for f in chain(wrapper)):
-            raise PatchConflict(
-                f"{module}.{NAME} was wrapped over by {wrapper.__module__}."
-                f"{getattr(wrapper, '__qualname__', wrapper)}; undo that first"
-            )
+        if module == BASE or any(f is seam for f in chain(wrapper)):
+            raise PatchConflict(f"{module}.{NAME} was wrapped over by {wrapper!r}; undo that first")
