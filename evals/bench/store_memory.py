@@ -1,7 +1,8 @@
 """A gigabyte of rows: the server's memory while it holds them, and its start-up on them.
 
-Expected: anonymous memory (RssAnon) under 400 MB with 1 GiB stored, fetched and saved; ready in under
-2 s on that store, from its log after SIGKILL and from its snapshot after KV.PREFIX.SAVE. Sixteen prefixes of 64 layers, 1,024 tokens and 256 float32 values. Needs 2 GB of disk.
+Expected: anonymous memory (RssAnon) under 400 MB with 1 GiB stored, fetched and saved; ready in
+under 2 s on that store, from its log after SIGKILL and from its snapshot after KV.PREFIX.SAVE.
+Sixteen prefixes of 64 layers, 1,024 tokens and 256 float32 values. Needs 2 GB of disk.
 """
 
 from __future__ import annotations
