@@ -54,7 +54,7 @@ async def _compact(state: ServerState) -> None:
         await asyncio.sleep(1.0)
         stores = state.stores
         dead = stores.dead_bytes
-        if dead <= COMPACT_BYTES or dead <= stores.vstore.stored_bytes:
+        if dead <= COMPACT_BYTES or dead <= stores.live_bytes:
             continue
         try:
             await save_default(state)

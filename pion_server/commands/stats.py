@@ -109,9 +109,9 @@ def _persistence(state: ServerState) -> dict[str, object]:
     return {
         "loading": 0,
         "vstore_wal_bytes": vlog.end if vlog.durable else 0,
-        "vstore_snapshot_bytes": vlog.other_bytes,
+        "vstore_snapshot_bytes": vlog.snapshot_bytes,
         "ssm_wal_bytes": slog.end,
-        "ssm_snapshot_bytes": slog.other_bytes,
+        "ssm_snapshot_bytes": slog.snapshot_bytes,
         "dead_bytes": state.stores.dead_bytes,
         "log_failed": int(bool(vlog.failed or slog.failed)),
     }

@@ -154,7 +154,7 @@ class Compaction:
             sync_directory(log.path.parent)
         log.tail = None
         log.replace(self._new_log, self._new_end, len(self._moved))
-        log.other_bytes = self.bytes_written
+        log.snapshot_bytes = self.bytes_written
         for record, body in self._moved:
             record.where = (self._new_log, body)
         for adopt, record in self._adopted:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -296,7 +296,8 @@ class RecordLog:
         self.appended = 0
         self.replayed = 0
         self.max_bytes: int | None = None
-        self.other_bytes = 0
+        self.snapshot_bytes = 0
+        self.disk_bytes: Callable[[], int] = lambda: self.end + self.snapshot_bytes
         self.failed: str | None = None
         self.tail: list[tuple[Record, int, int]] | None = None
         self._unsynced = False
@@ -338,9 +339,9 @@ class RecordLog:
             lead = pack_file_header(self.kind, self.marker, 0) + lead
         trail = pack_head(TRAILER_MAGIC, self.marker, head)
         total = len(lead) + length + len(trail)
-        if self.max_bytes is not None and self.end + self.other_bytes + total > self.max_bytes:
+        if self.max_bytes is not None and self.disk_bytes() + total > self.max_bytes:
             raise LogFailed(
-                f"--max-disk: {self.end + self.other_bytes} of {self.max_bytes} bytes used, "
+                f"--max-disk: {self.disk_bytes()} of {self.max_bytes} bytes used, "
                 f"{total} more needed"
             )
         start = self.end

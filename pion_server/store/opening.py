@@ -80,8 +80,18 @@ class Stores:
     @property
     def dead_bytes(self) -> int:
         """Bytes in log and snapshot that a SAVE gives back."""
-        log = self.vstore.log
-        return max(0, log.end + log.other_bytes - self.vstore.stored_bytes)
+        return max(0, self.disk_bytes - self.live_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of both logs and snapshots."""
+        logs = (self.vstore.log, self.ssm.log)
+        return sum(log.end + log.snapshot_bytes for log in logs)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of rows and recurrent state that are held."""
+        return self.vstore.stored_bytes + self.ssm.stored_bytes
 
     def begin_save(self) -> Saving:
         """Freeze both stores; the writer lock is held."""
@@ -152,8 +162,11 @@ def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
     _replay(slog, snapshot, ssm.replay, notices, options.keep_cut)
     vstore.ssm = ssm
     budget.limit = options.max_memory
-    vlog.max_bytes = slog.max_bytes = options.max_disk
-    return Stores(vstore, ssm, budget, options, notices, lock)
+    stores = Stores(vstore, ssm, budget, options, notices, lock)
+    for log in (vlog, slog):
+        log.max_bytes = options.max_disk
+        log.disk_bytes = lambda: stores.disk_bytes
+    return stores
 
 
 def _replay(
@@ -169,7 +182,7 @@ def _replay(
         for record in reader.records():
             apply(record)
         covers, log.marker = reader.covers, reader.marker or log.marker
-        log.other_bytes = reader.size
+        log.snapshot_bytes = reader.size
         _tell(snapshot.name, reader, notices, "left as it is")
     reader = LogReader(log.file, log.kind)
     last = covers
