@@ -21,13 +21,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pion_vllm_mlx.demo_request import Job, Outcome, read_outcome
+from pion_vllm_mlx.demo_request import Job, NoOutcome, Outcome, read_outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
     from pion_vllm_mlx.local_server import LocalServer
+
+NEW_TOKENS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def _run_scenes(
     columns = (TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn(), Elapsed())
 
     def request(scene: str, title: str) -> Outcome:
-        job = Job(model, server.port, prefix_tokens, str(folder / f"{scene}.json"))
+        job = Job(model, server.port, prefix_tokens, NEW_TOKENS, str(folder / f"{scene}.json"))
         with Progress(*columns, console=console) as bar:
             return _run_process(bar, f"{scene}  {title}", job, folder / f"{scene}.log")
 
@@ -136,11 +138,13 @@ def _run_process(bar: Progress, title: str, job: Job, log: Path) -> Outcome:
                 )
             elif step == "token":
                 bar.update(task, description=f"{title}: answer", completed=count[0], total=count[1])
-    outcome = read_outcome(Path(job.outcome))
-    if isinstance(outcome, str):
+    try:
+        outcome = read_outcome(Path(job.outcome))
+    except NoOutcome as error:
         bar.stop()
         tail = log.read_text(errors="replace").strip()[-2000:]
-        raise SystemExit("\n".join(filter(None, (tail, f"pion-vllm-mlx demo: {title}: {outcome}"))))
+        reason = f"pion-vllm-mlx demo: {title}: {error}"
+        raise SystemExit("\n".join(filter(None, (tail, reason)))) from None
     done = "fetched" if outcome.hit else "prefilled"
     bar.update(task, description=f"{title}: {done}, answered")
     return outcome

@@ -16,7 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-NEW_TOKENS = 50
 QUESTION = "Which two boats are there?"
 
 
@@ -27,15 +26,21 @@ class Job:
     model: str
     port: int
     prefix_tokens: int
+    new_tokens: int
     outcome: str
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a process measured. Times in seconds; `ttft` is from the request to the first token."""
+    """What a process measured. Times in seconds, from the request on.
+
+    `ready` is when the cache was there, `ttft` when the first token was; `store` and `fetch` are
+    the parts of `ready` spent with the server.
+    """
 
     hit: bool
     prefix_tokens: int
+    ready: float
     ttft: float
     store: float
     fetch: float
@@ -43,13 +48,19 @@ class Outcome:
     text: str
 
 
-def read_outcome(path: Path) -> Outcome | str:
-    """What the process wrote to `path`: its figures, or why it has none."""
+class NoOutcome(Exception):
+    """The process has no figures; the message says why."""
+
+
+def read_outcome(path: Path) -> Outcome:
+    """What the process wrote to `path`. Raises NoOutcome if it failed or wrote nothing whole."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return "the process ended without a result"
-    return document["error"] if "error" in document else Outcome(**document)
+        raise NoOutcome("the process ended without a result") from None
+    if "error" in document:
+        raise NoOutcome(document["error"])
+    return Outcome(**document)
 
 
 def make_prompt(tokenizer: Any, prefix_tokens: int) -> tuple[list[int], list[int]]:
@@ -85,19 +96,23 @@ def measure(job: Job) -> Outcome:
         cache = prompt_cache.get_or_prefill(
             prefix, namespace, progress=lambda done, total: _report("prefill", done, total)
         )
+        ready = time.perf_counter() - started
         tokens: list[int] = []
         ttft = 0.0
-        steps = generate_step(mx.array(suffix), model, max_tokens=NEW_TOKENS, prompt_cache=cache)
+        steps = generate_step(
+            mx.array(suffix), model, max_tokens=job.new_tokens, prompt_cache=cache
+        )
         for token, _ in steps:
             if not tokens:
                 ttft = time.perf_counter() - started
             tokens.append(int(token))
-            _report("token", len(tokens), NEW_TOKENS)
+            _report("token", len(tokens), job.new_tokens)
         stats = prompt_cache.stats()
     answer = tokens[: next((i for i, t in enumerate(tokens) if t in tokenizer.eos_token_ids), None)]
     return Outcome(
         hit=bool(stats["hits"]),
         prefix_tokens=len(prefix),
+        ready=ready,
         ttft=ttft,
         store=stats["store_ms_total"] / 1000,
         fetch=stats["fetch_ms_total"] / 1000,

@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from pion_vllm_mlx import cli, demo
-from pion_vllm_mlx.demo_request import Outcome, make_prompt, read_outcome
+from pion_vllm_mlx.demo_request import NoOutcome, Outcome, make_prompt, read_outcome
 
 REPOSITORY = Path(__file__).parents[2]
 OUTCOME = Outcome(
-    hit=True, prefix_tokens=64, ttft=0.5, store=0.0, fetch=0.1, tokens=[5, 6], text="ok"
+    hit=True, prefix_tokens=64, ready=0.2, ttft=0.5, store=0.0, fetch=0.1, tokens=[5, 6], text="ok"
 )
 
 
@@ -142,7 +142,15 @@ def test_process_that_wrote_nothing_whole_has_no_outcome(tmp_path: Path, text: s
     path = tmp_path / "outcome.json"
     if text is not None:
         path.write_text(text)
-    assert read_outcome(path) == "the process ended without a result"
+    with pytest.raises(NoOutcome, match="ended without a result"):
+        read_outcome(path)
+
+
+def test_error_a_process_wrote_down_is_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "outcome.json"
+    path.write_text(json.dumps({"error": "UnsupportedCache: no"}))
+    with pytest.raises(NoOutcome, match="UnsupportedCache: no"):
+        read_outcome(path)
 
 
 class Letters:
