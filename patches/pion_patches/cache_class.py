@@ -1,0 +1,105 @@
+"""What the library knows about one cache class, and the registry of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import mlx.core as mx
+
+from .pieces import Leaf, RowPiece
+
+Cut: TypeAlias = tuple[dict[str, Any], RowPiece | None, RowPiece | None]
+
+
+class Unsound(Exception):
+    """A cache that is not in a state its class can be stored in; the message says why."""
+
+
+class Misfit(Exception):
+    """A leaf that does not fit the template's cache; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A cache taken apart, its arrays not yet evaluated."""
+
+    meta: dict[str, Any]
+    keys: RowPiece | None = None
+    values: RowPiece | None = None
+    arrays: tuple[mx.array | None, ...] = ()
+
+
+def refuse_cut(leaf: Leaf, tokens: int) -> Cut:
+    """The `cut` of a class whose earlier states are gone."""
+    raise Unsound(f"holds its state at {leaf.meta['offset']} tokens only, not at {tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheClass:
+    """One cache class: `module` and `name` identify it exactly, `kind` names it in an image.
+
+    `route`: "kv", a row a token; "window", rows in ring order; "chunk", the last rows; "recurrent"
+    and "opaque", arrays for a blob. `take(cache, tokens)` raises Unsound; `give(template, leaf,
+    tokens, room)` makes a new cache or raises Misfit; `cut(leaf, tokens)` raises Unsound.
+    """
+
+    module: str
+    name: str
+    kind: str
+    route: str
+    take: Callable[[Any, int], Taken]
+    give: Callable[[Any, Leaf, int, int], Any]
+    cut: Callable[[Leaf, int], Cut] = refuse_cut
+
+    registered: ClassVar[dict[str, CacheClass]] = {}
+
+    def register(self) -> None:
+        """Make the class known; a second one of the same kind is a mistake in the source."""
+        if self.registered.setdefault(self.kind, self) != self:
+            raise ValueError(f"two cache classes are called {self.kind}")
+
+
+def class_of(cache: Any) -> CacheClass | None:
+    """The entry of a cache's very class, or None; a subclass or a namesake is unknown."""
+    found = type(cache)
+    for entry in CacheClass.registered.values():
+        if (found.__module__, found.__qualname__) == (entry.module, entry.name):
+            defined = getattr(sys.modules.get(entry.module), entry.name, None)
+            return entry if defined is found else None
+    return None
+
+
+def known_caches() -> tuple[str, ...]:
+    """The kinds of cache that can be stored."""
+    return (*sorted(CacheClass.registered), "CacheList")
+
+
+def is_finite(array: mx.array) -> bool:
+    """Whether a tensor has neither NaN nor infinity; integers have none."""
+    return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.all(mx.isfinite(array)).item())
+
+
+def integer(meta: dict[str, Any], name: str, lowest: int, highest: int) -> int:
+    """A field of a leaf's meta; raises Misfit unless it is an integer in that range."""
+    value = meta.get(name)
+    if type(value) is not int or not lowest <= value <= highest:
+        raise Misfit(f"{name} is {value!r}, not an integer in {lowest}..{highest}")
+    return value
+
+
+def count_of(cache: Any, tokens: int) -> int:
+    """The cache's own token count, which has to be `tokens`; raises Unsound."""
+    if type(cache.offset) is not int:
+        raise Unsound("offset is not an integer: a batch")
+    if cache.offset != tokens:
+        raise Unsound(f"holds {cache.offset} tokens, not {tokens}")
+    return tokens
+
+
+def check_count(meta: dict[str, Any], tokens: int) -> None:
+    """Raise Misfit unless a leaf's state is that of `tokens` tokens."""
+    if integer(meta, "offset", 0, 1 << 40) != tokens:
+        raise Misfit(f"holds {meta['offset']} tokens, not {tokens}")
