@@ -151,6 +151,8 @@ def check_seam(seam: FunctionType) -> None:
 def exchange(seam: FunctionType, wrappers: dict[str, Callable[..., Any]]) -> None:
     """Put our body into ``seam``; ``wrappers`` are those that were around it already."""
     original = FunctionType(seam.__code__, seam.__globals__, NAME, seam.__defaults__)
+    original.__annotations__ = seam.__annotations__
+    original.__doc__ = seam.__doc__
     original.__dict__["__pion_original__"] = True
     seam.__dict__[STATE] = {
         "protocol": PROTOCOL,
