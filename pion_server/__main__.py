@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
@@ -13,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 from pion_server import __version__
 from pion_server.commands.dispatch import Dispatcher
-from pion_server.config import Config, ConfigError, help_text, parse, resolve
+from pion_server.config import Config, parse, resolve
+from pion_server.flags import ConfigError, help_text
 from pion_server.housekeeping import start_housekeeping
 from pion_server.process import raise_file_limit
 from pion_server.state import ServerState, open_state
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         if config.action == "help":
-            print(help_text(), end="")
+            print(help_text(Config()), end="")
             return 0
         if config.action == "version":
             print(f"pion-server {__version__}")
@@ -71,13 +73,17 @@ def _serve(config: Config) -> int:
     raise_file_limit(config.max_clients + _SPARE_FILES)
     listeners = _bind(config)
     port = int(listeners[0].getsockname()[1])
-    state = open_state(config)
+    try:
+        state = open_state(config)
+    except OSError as error:
+        where = error.filename or config.directory
+        raise ConfigError(f"cannot open the data in {where}: {error.strerror or error}") from error
     state.port = port
     default = config.directory / f"pion-{port}"
     status = StatusFile(config.status_file or default.with_name(f"{default.name}.status"), port)
     crash_path = config.crash_log or default.with_name(f"{default.name}.crash.log")
     crash_log = CrashLog(crash_path if config.crash_log_wanted else None, port)
-    crash_log.note_start()
+    crash_log.note_start(status.read())
     status.write("starting")
     try:
         reason = _run_loop(config, state, listeners, status)
@@ -132,7 +138,10 @@ async def _serve_until_stopped(
         server.listen(listener)
     background = [loop.create_task(status.beat()), *start_housekeeping(state)]
     _announce(config, state.port)
+    # Everything made so far lives as long as the process: the collector need not look at it.
+    gc.freeze()
     reason = await stopped
+    status.write("stopping")
     for task in background:
         task.cancel()
     await server.stop()

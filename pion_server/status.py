@@ -49,6 +49,14 @@ class StatusFile:
                 file.write(text)
             os.replace(draft, self.path)
 
+    def read(self) -> dict[str, str]:
+        """What the last writer, perhaps an earlier process, left; empty if nothing readable."""
+        try:
+            lines = self.path.read_text("ascii").splitlines()
+        except (OSError, UnicodeDecodeError):
+            return {}
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
     async def beat(self) -> None:
         """Write once a second, until cancelled. Missing beats mean a blocked event loop."""
         while True:
@@ -64,7 +72,12 @@ class CrashLog:
         self._port = port
         self._started = time.monotonic()
 
-    def note_start(self) -> None:
+    def note_start(self, previous: dict[str, str]) -> None:
+        """The start line; before it, a line about a `previous` run that could not say goodbye."""
+        if previous.get("state") in ("starting", "running", "stopping"):
+            known = ("pid", "state", "rss_bytes", "heartbeat_unix_s")
+            told = " ".join(f"{key}={previous.get(key, '?')}" for key in known)
+            self._append(f"lost {told}")
         self._append(f"start pid={os.getpid()} port={self._port} version={__version__}")
 
     def note_exit(self, code: int, reason: str) -> None:

@@ -1,0 +1,263 @@
+"""The flags of `pion-server` as one table: parsing, the help and the nearest match come from it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MB = 1024 * 1024
+
+
+class ConfigError(Exception):
+    """The command line cannot be served; `str(error)` is one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: `read` turns its word into the value of `Config.<field>`.
+
+    Without a `metavar` it takes no word and stands for `value`. `notice` is said when it is used
+    and has no effect; `missing` refuses it.
+    """
+
+    names: str
+    group: str
+    help: str
+    field: str | None = None
+    metavar: str = ""
+    read: Callable[[str], Any] = str
+    value: Any = None
+    optional: bool = False
+    notice: str | None = None
+    missing: bool = False
+
+
+def number(low: int, high: int) -> Callable[[str], int]:
+    """A reader of whole numbers within `[low, high]`."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise ConfigError(f"wants a whole number from {low} to {high}, not {text!r}")
+        return int(text)
+
+    return read
+
+
+_UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{unit}b": 1024**power for power, unit in enumerate("kmgt", 1)}
+_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)}
+
+
+def size(text: str) -> int:
+    """`1048576`, `512mb`, `4gb`, `1.5g`: kb, mb, gb, tb count 1024s; k, m, g, t count 1000s."""
+    match = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,6})?([a-z]*)", text.strip().lower())
+    if match is None or match[3] not in _UNITS:
+        raise ConfigError(f"wants a size such as 512mb or 4gb, not {text!r}")
+    unit = _UNITS[match[3]]
+    return int(match[1]) * unit + int(float(match[2] or 0) * unit)
+
+
+def size_or_none(text: str) -> int | None:
+    """A size; 0 stands for no limit."""
+    return size(text) or None
+
+
+def buffer_size(text: str) -> int:
+    """A size below which the protocol itself would not fit."""
+    if size(text) < MB:
+        raise ConfigError(f"wants at least 1mb, not {text!r}")
+    return size(text)
+
+
+def fsync_policy(text: str) -> str:
+    if text.lower() not in ("always", "everysec", "no"):
+        raise ConfigError(f"wants always, everysec or no, not {text!r}")
+    return text.lower()
+
+
+def password(text: str) -> str:
+    if not text:
+        raise ConfigError("wants a password, not an empty word")
+    return text
+
+
+def password_file(text: str) -> str:
+    """The file's first line, without its line end."""
+    try:
+        first = Path(text).read_bytes().split(b"\n")[0].rstrip(b"\r").decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {text}: {error}") from None
+    if not first:
+        raise ConfigError(f"{text} holds no password")
+    return first
+
+
+_NET, _DATA, _LIMITS, _REPORTS = "Network", "Data and durability", "Limits", "Reports"
+_ENGINE, _LATER = "Attention engine (accepted; this version has none)", "Not in this version"
+_ALONE = "one worker runs alone anyway"
+_NO_ENGINE = "this version computes no attention"
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("-p, --port", _NET, "TCP port, 0: any free one", "port", "N", number(0, 65535)),
+    Flag("--bind", _NET, "address; others than loopback need a password", "bind", "ADDRESS"),
+    Flag("--requirepass", _NET, "password (others may see it in ps)", "password", "WORD", password),
+    Flag(
+        "--requirepass-file",
+        _NET,
+        "password: first line of FILE (or in the environment: PION_REQUIREPASS)",
+        "password",
+        "FILE",
+        password_file,
+    ),
+    Flag("--max-clients", _NET, "connections", "max_clients", "N", number(1, 1_000_000)),
+    Flag("-w, --workers", _NET, "worker processes", "workers", "N", number(1, 256)),
+    Flag("--independent-workers", _NET, "accepted: " + _ALONE, notice=_ALONE),
+    Flag("--dir", _DATA, "data directory", "directory", "DIR", Path),
+    Flag(
+        "--fsync",
+        _DATA,
+        "when acknowledged writes reach the disk itself: always, everysec, no",
+        "fsync",
+        "WHEN",
+        fsync_policy,
+    ),
+    Flag("--no-wal", _DATA, "no keyspace log; COMMIT refuses", "keyspace_log", value=False),
+    Flag("--no-vstore-wal", _DATA, "rows end with the process", "vstore_log", value=False),
+    Flag("--no-auto-save", _DATA, "never compact in the background", "auto_save", value=False),
+    Flag(
+        "--check", _DATA, "verify the files of a stopped server, then exit", "target", "DIR", Path
+    ),
+    Flag("--repair", _DATA, "the same, and cut what is damaged (kept)", "target", "DIR", Path),
+    Flag("--kvcache", _DATA, "accepted: the K/V store is always on"),
+    Flag(
+        "--vstore-sessions",
+        _LIMITS,
+        "sessions; a prefix has two",
+        "vstore_sessions",
+        "N",
+        number(2, 10_000_000),
+    ),
+    Flag(
+        "--maxmemory",
+        _LIMITS,
+        "stored bytes; beyond, the least recently used prefixes go",
+        "max_memory",
+        "SIZE",
+        size_or_none,
+    ),
+    Flag("--max-disk", _LIMITS, "bytes of log files", "max_disk", "SIZE", size_or_none),
+    Flag("--ssm-budget", _LIMITS, "recurrent state", "ssm_budget", "SIZE", size_or_none),
+    Flag("--export-budget", _LIMITS, "exported files", "export_budget", "SIZE", size_or_none),
+    Flag("--max-request", _LIMITS, "one request", "max_request", "SIZE", buffer_size),
+    Flag(
+        "--max-output",
+        _LIMITS,
+        "reply bytes held for a client that does not read",
+        "output_limit",
+        "SIZE",
+        buffer_size,
+    ),
+    Flag(
+        "--fetch-zero-fill",
+        _LIMITS,
+        "zeros, not null, for rows never written",
+        "fetch_zero_fill",
+        value=True,
+    ),
+    Flag(
+        "--status-file",
+        _REPORTS,
+        "1 Hz heartbeat (pion-PORT.status in the data directory)",
+        "status_file",
+        "PATH",
+        Path,
+        optional=True,
+    ),
+    Flag(
+        "--crash-log",
+        _REPORTS,
+        "start and exit lines (pion-PORT.crash.log in the data directory)",
+        "crash_log",
+        "PATH",
+        Path,
+        optional=True,
+    ),
+    Flag("--no-crash-log", _REPORTS, "no such lines", "crash_log_wanted", value=False),
+    Flag("-v, --version", _REPORTS, "print the version", "action", value="version"),
+    Flag("-h, --help", _REPORTS, "print this", "action", value="help"),
+    Flag("--metal-attention", _ENGINE, "", notice=_NO_ENGINE),
+    Flag("--metal-attention-fp16", _ENGINE, "", notice=_NO_ENGINE),
+    Flag("--cuda-attention", _ENGINE, "", notice=_NO_ENGINE),
+    Flag("--no-attention", _ENGINE, "", notice=_NO_ENGINE),
+    Flag("--fa-window", _ENGINE, "", metavar="N", notice=_NO_ENGINE, read=number(0, 2**32 - 1)),
+    Flag("--sdpa-slots", _ENGINE, "", metavar="N", notice=_NO_ENGINE, read=number(1, 1_000_000)),
+    Flag("--sdpa-auto-warm", _ENGINE, "", notice=_NO_ENGINE),
+    Flag("--unixsocket", _LATER, "", metavar="PATH", missing=True),
+    Flag("--tenant", _LATER, "", metavar="NAME=PASSWORD", missing=True),
+    Flag("--tenant-quota", _LATER, "", metavar="NAME=BYTES[,SESSIONS]", missing=True),
+    Flag("--tenant-strict", _LATER, "", missing=True),
+    Flag("--ns-prefix", _LATER, "", metavar="PREFIX", missing=True),
+    Flag("--wal-size", _LATER, "", metavar="SIZE", missing=True),
+    Flag("--wal-max-segments", _LATER, "", metavar="N", missing=True),
+    Flag("--wal-full-policy", _LATER, "", metavar="POLICY", missing=True),
+    Flag("--tls", _LATER, "", missing=True),
+)
+
+# Flags of other servers that mean nothing here; scripts that pass them go on working.
+IGNORED = (
+    "--io-threads",
+    "--epoll",
+    "--iouring",
+    "--moe-cache",
+    "--dim",
+    "--max-elements",
+    "--auto-embed",
+    "--no-auto-embed",
+    "--no-auto-detect",
+    "--blob-threshold",
+    "--no-blob-tier",
+    "--profile",
+    "--cluster",
+)
+
+_BY_NAME = {name: flag for flag in FLAGS for name in flag.names.split(", ")}
+
+
+def find_flag(name: str) -> Flag:
+    """The flag of that name; ConfigError with the nearest one otherwise."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    near = difflib.get_close_matches(name, [*_BY_NAME, *IGNORED], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "-h lists all flags"
+    raise ConfigError(f"unknown {'flag' if name.startswith('-') else 'word'} {name!r}; {hint}")
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a flag is another server's, `--cluster…` in all its forms included."""
+    return name in IGNORED or name.startswith("--cluster")
+
+
+def help_text(defaults: object) -> str:
+    """What `-h` prints; `defaults` has the fields' default values as attributes."""
+    lines = ["usage: pion-server [flags]", "", "Keeps the K/V and recurrent state of LLM prefixes."]
+    for group in dict.fromkeys(flag.group for flag in FLAGS):
+        lines += ["", f"{group}:"]
+        for flag in FLAGS:
+            if flag.group == group:
+                word = f"{flag.names} {flag.metavar}".rstrip()
+                lines.append(f"  {word:<26}{flag.help}{_default(flag, defaults)}".rstrip())
+    lines += ["", f"Other servers' flags, ignored with a notice: {' '.join(IGNORED)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _default(flag: Flag, defaults: object) -> str:
+    value = getattr(defaults, flag.field or "", None)
+    if value is None or not flag.metavar:
+        return ""
+    if isinstance(value, int) and value >= MB:
+        value = f"{value // MB}mb"
+    return f" [{value}]"
