@@ -18,7 +18,7 @@ from pion_patches.attention import (
     pion_attention_patch,
     pion_scaled_dot_product_attention,
 )
-from tests.pion_patches.zoo import VOCAB, families
+from tests.pion_patches.zoo import VOCAB, build, families
 
 caches: Any = cache  # mlx-lm is not typed
 PROMPT = mx.array(np.random.default_rng(0).integers(0, VOCAB, 27))
