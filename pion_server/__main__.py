@@ -1,34 +1,14 @@
-"""`pion-server`: read the flags, bind, open the stores, serve until told to stop."""
+"""`pion-server`: read the flags, then serve."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import errno
-import gc
 import os
-import signal
-import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pion_server import __version__
-from pion_server.commands.dispatch import Dispatcher
-from pion_server.config import Config, parse, resolve
+from pion_server.config import Config, parse
 from pion_server.flags import ConfigError, help_text
-from pion_server.housekeeping import start_housekeeping
-from pion_server.process import raise_file_limit
-from pion_server.state import ServerState, open_state
-from pion_server.status import CrashLog, StatusFile
-from pion_server.store.checking import check_directory
-from pion_server.store.files import DirectoryInUse
-from pion_server.store.log import ForeignFile
-from pion_server.wire.resp import Limits
-from pion_server.wire.server import Server
-
-_BACKLOG = 1024
-# Descriptors beside the clients' own: log and snapshot files, the loop, the standard three.
-_SPARE_FILES = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,147 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.action == "version":
             print(f"pion-server {__version__}")
             return 0
-        if config.action in ("check", "repair"):
-            return _check(config)
-        return _serve(config)
-    except (ConfigError, DirectoryInUse, ForeignFile, FileNotFoundError) as error:
+        # numpy starts a thread per core for a BLAS that is never called here. It reads this when
+        # it is imported, so everything that needs numpy is imported below.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        from pion_server.serving import run
+
+        return run(config)
+    except ConfigError as error:
         print(f"pion-server: {error}", file=sys.stderr)
         return 1
-
-
-def _check(config: Config) -> int:
-    """0 if every record is whole, 1 otherwise; each problem is one line."""
-    assert config.target is not None
-    report = check_directory(
-        config.target,
-        repair=config.action == "repair",
-        progress=lambda name: print(f"checking {name}", file=sys.stderr),
-    )
-    for problem in report.problems:
-        print(problem)
-    print(
-        f"{report.files} files, {report.records} records, {report.nbytes} bytes: "
-        f"{len(report.problems) or 'no'} problem{'' if len(report.problems) == 1 else 's'}"
-    )
-    return 1 if report.problems else 0
-
-
-def _serve(config: Config) -> int:
-    os.umask(0o077)
-    for notice in config.notices:
-        print(f"pion-server: {notice}", file=sys.stderr)
-    raise_file_limit(config.max_clients + _SPARE_FILES)
-    listeners = _bind(config)
-    port = int(listeners[0].getsockname()[1])
-    try:
-        state = open_state(config)
-    except OSError as error:
-        where = error.filename or config.directory
-        raise ConfigError(f"cannot open the data in {where}: {error.strerror or error}") from error
-    state.port = port
-    default = config.directory / f"pion-{port}"
-    status = StatusFile(config.status_file or default.with_name(f"{default.name}.status"), port)
-    crash_path = config.crash_log or default.with_name(f"{default.name}.crash.log")
-    crash_log = CrashLog(crash_path if config.crash_log_wanted else None, port)
-    crash_log.note_start(status.read())
-    status.write("starting")
-    try:
-        reason = _run_loop(config, state, listeners, status)
-    except BaseException as error:
-        status.write("failed")
-        crash_log.note_exit(1, type(error).__name__)
-        raise
-    status.write("stopped")
-    crash_log.note_exit(0, reason)
-    print(f"pion-server stopped ({reason})", flush=True)
-    return 0
-
-
-def _run_loop(
-    config: Config, state: ServerState, listeners: list[socket.socket], status: StatusFile
-) -> str:
-    """Serve on uvloop where there is one; why the server stopped."""
-    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_serve_until_stopped(config, state, listeners, status))
-
-
-async def _serve_until_stopped(
-    config: Config, state: ServerState, listeners: list[socket.socket], status: StatusFile
-) -> str:
-    loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[str] = loop.create_future()
-
-    def stop(reason: str) -> None:
-        if not stopped.done():
-            stopped.set_result(reason)
-
-    state.stop = stop
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number.name)
-    dispatcher = Dispatcher(state)
-    server = Server(
-        dispatcher,
-        limits=Limits(request=config.max_request),
-        max_clients=config.max_clients,
-        output_limit=config.output_limit,
-    )
-    for listener in listeners:
-        try:
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            raise _cannot_listen(config, error) from None
-        server.listen(listener)
-    background = [loop.create_task(status.beat()), *start_housekeeping(state)]
-    _announce(config, state.port)
-    # Everything made so far lives as long as the process: the collector need not look at it.
-    gc.freeze()
-    reason = await stopped
-    status.write("stopping")
-    for task in background:
-        task.cancel()
-    await server.stop()
-    dispatcher.close()
-    state.close()
-    return reason
-
-
-def _announce(config: Config, port: int) -> None:
-    print(
-        f"pion-server ready on {config.bind}:{port} "
-        f"(pid {os.getpid()}, version {__version__}, data {config.directory.resolve()})",
-        flush=True,
-    )
-
-
-def _bind(config: Config) -> list[socket.socket]:
-    """One bound socket an address, all on the same port. Nothing listens yet."""
-    bound: list[socket.socket] = []
-    port = config.port
-    for family, address in resolve(config.bind, port):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address[0], port, *address[2:]))
-        except OSError as error:
-            sock.close()
-            raise _cannot_listen(config, error) from None
-        port = sock.getsockname()[1]
-        bound.append(sock)
-    return bound
-
-
-def _cannot_listen(config: Config, error: OSError) -> ConfigError:
-    where = f"{config.bind}:{config.port}"
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"{where} is in use by another program; choose another --port")
-    return ConfigError(f"cannot listen on {where}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class StatusFile:
     async def beat(self) -> None:
         """Write once a second, until cancelled. Missing beats mean a blocked event loop."""
         while True:
-            self.write("running")
             await asyncio.sleep(_PERIOD)
+            self.write("running")
 
 
 class CrashLog:
