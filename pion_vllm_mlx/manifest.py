@@ -23,27 +23,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from pion_patches.pieces import RebuildError, RowLayout
+
 VERSION: Final = 1
 #: The server takes no larger one.
 LARGEST: Final = 4 << 20
 #: Axis order and endianness of every piece, named so that no reader has to assume them.
 LAYOUT: Final = "[token][head][dim] little-endian"
-#: Bytes an element of each dtype a piece may have.
-ITEMSIZE: Final[Mapping[str, int]] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "uint16": 2,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "uint32": 4,
-    "int32": 4,
-    "float32": 4,
-    "uint64": 8,
-    "int64": 8,
-}
-_PIECE_KINDS: Final = frozenset({"dense", "mlx4g32", "raw"})
 _MOST_TOKENS: Final = 1 << 20
 _WIDEST: Final = 1 << 16
 _MOST_LEAVES: Final = 1 << 12
@@ -57,22 +43,15 @@ class ManifestError(ValueError):
 class Rows:
     """One side of an attention leaf: `count` rows in layer `layer` of the V-store.
 
-    `parts`: dtype and width (elements a row) of the arrays a row's bytes are made of, in order.
-    `kind`: "dense" (one part, numbers), "mlx4g32" or "raw" (bytes as they are).
-    `store`: the V-store format; `checksum`: xxh3-64 (hex) of all rows as PACKED bytes.
+    `layout`: what a row was made of before it was stored. `store`: the V-store format;
+    `checksum`: xxh3-64 (hex) of all rows as PACKED bytes.
     """
 
     layer: int
     count: int
-    parts: tuple[tuple[str, int], ...]
-    kind: str
+    layout: RowLayout
     store: str
     checksum: str
-
-    @property
-    def source_row_bytes(self) -> int:
-        """Bytes of a row before any lossy storage."""
-        return sum(width * ITEMSIZE[dtype] for dtype, width in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +159,8 @@ def _rows_out(rows: Rows | None) -> dict[str, Any] | None:
     return {
         "layer": rows.layer,
         "rows": rows.count,
-        "parts": [list(part) for part in rows.parts],
-        "kind": rows.kind,
+        "kind": rows.layout.fmt,
+        "parts": [list(part) for part in zip(rows.layout.dtypes, rows.layout.widths, strict=True)],
         "store": rows.store,
         "xxh3": rows.checksum,
     }
@@ -234,29 +213,29 @@ def _leaf_in(loaded: Any) -> LeafEntry:
 def _rows_in(loaded: Any) -> Rows | None:
     if loaded is None:
         return None
-    layer, count, parts, kind, store, checksum = _fields(
-        loaded, ("layer", "rows", "parts", "kind", "store", "xxh3")
+    layer, count, kind, parts, store, checksum = _fields(
+        loaded, ("layer", "rows", "kind", "parts", "store", "xxh3")
     )
-    rows = Rows(
+    pairs = [_part_in(part) for part in _list(parts, 8)]
+    layout = RowLayout(
+        _text(kind, 16), tuple(dtype for dtype, _ in pairs), tuple(width for _, width in pairs)
+    )
+    try:
+        layout.check()
+    except RebuildError as error:
+        raise ManifestError(str(error)) from error
+    return Rows(
         layer=_integer(layer, 0, 255),
         count=_integer(count, 1, _MOST_TOKENS),
-        parts=tuple(_part_in(part) for part in _list(parts, 8)),
-        kind=_text(kind, 16),
+        layout=layout,
         store=_text(store, 32),
         checksum=_hex(checksum, 16),
     )
-    if rows.kind not in _PIECE_KINDS:
-        raise ManifestError(f"unknown kind of piece {rows.kind[:16]!r}")
-    if not rows.parts or (rows.kind == "dense" and len(rows.parts) != 1):
-        raise ManifestError("wrong number of parts")
-    return rows
 
 
 def _part_in(loaded: Any) -> tuple[str, int]:
     dtype, width = _list(loaded, 2, exactly=True)
-    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise ManifestError("unknown dtype")
-    return dtype, _integer(width, 1, _WIDEST)
+    return _text(dtype, 16), _integer(width, 1, _WIDEST)
 
 
 def _blob_in(loaded: Any) -> Blob | None:

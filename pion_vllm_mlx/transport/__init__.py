@@ -84,6 +84,10 @@ class Patience:
 class Lane(Protocol):
     """A way to one server. An exchange is all or nothing, and thread-safe."""
 
+    @property
+    def available(self) -> bool:
+        """False while the lane leaves its server alone after a failure."""
+
     def exchange(
         self, commands: Sequence[Command], patience: Patience, *, retry: bool = True
     ) -> list[Reply]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Self
 
 import hiredis
 
@@ -29,7 +30,7 @@ class FakePeer:
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def __enter__(self) -> FakePeer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -62,6 +63,7 @@ class FakePeer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.connections += 1
             self._sockets.append(sock)
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()

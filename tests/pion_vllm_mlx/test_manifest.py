@@ -12,6 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pion_patches.pieces import RowLayout
 from pion_vllm_mlx.manifest import (
     Blob,
     LeafEntry,
@@ -32,8 +33,8 @@ EXAMPLE = Manifest(
             (0,),
             "KVCache",
             {"offset": 4, "heads": 2, "head_dim": 8},
-            Rows(0, 4, (("float32", 16),), "dense", "fp32", "0123456789abcdef"),
-            Rows(0, 4, (("float32", 16),), "dense", "fp32", "fedcba9876543210"),
+            Rows(0, 4, RowLayout("dense", ("float32",), (16,)), "fp32", "0123456789abcdef"),
+            Rows(0, 4, RowLayout("dense", ("float32",), (16,)), "fp32", "fedcba9876543210"),
             None,
         ),
         LeafEntry((1, 0), "ArraysCache", {}, None, None, Blob(1, 4096, "00112233445566ff")),
@@ -44,8 +45,7 @@ EXAMPLE = Manifest(
             Rows(
                 1,
                 4,
-                (("uint32", 8), ("float16", 2), ("float16", 2)),
-                "mlx4g32",
+                RowLayout("mlx4g32", ("uint32", "float16", "float16"), (8, 2, 2)),
                 "mlx4g32",
                 "aaaaaaaaaaaaaaaa",
             ),
@@ -57,17 +57,17 @@ EXAMPLE = Manifest(
     prefill_step=512,
 )
 GOLDEN_V1 = (
-    b"pion-prefix 1 33345447f8e32feb4858080ba63b4135\n"
+    b"pion-prefix 1 ba3f0d899d101dd98a0bc021873fadc6\n"
     b'{"layout":"[token][head][dim] little-endian","tokens":4,"ids":"AQAAAAAAAQAHAAAA/////w='
     b'=","model":"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08","prefill'
     b'_ms":1234,"prefill_step":512,"leaves":[{"path":[0],"kind":"KVCache","meta":{"offset":4'
-    b',"heads":2,"head_dim":8},"keys":{"layer":0,"rows":4,"parts":[["float32",16]],"kind":"d'
-    b'ense","store":"fp32","xxh3":"0123456789abcdef"},"values":{"layer":0,"rows":4,"parts":['
-    b'["float32",16]],"kind":"dense","store":"fp32","xxh3":"fedcba9876543210"},"blob":null},'
+    b',"heads":2,"head_dim":8},"keys":{"layer":0,"rows":4,"kind":"dense","parts":[["float32"'
+    b',16]],"store":"fp32","xxh3":"0123456789abcdef"},"values":{"layer":0,"rows":4,"kind":"d'
+    b'ense","parts":[["float32",16]],"store":"fp32","xxh3":"fedcba9876543210"},"blob":null},'
     b'{"path":[1,0],"kind":"ArraysCache","meta":{},"keys":null,"values":null,"blob":{"layer"'
     b':1,"bytes":4096,"xxh3":"00112233445566ff"}},{"path":[1,1],"kind":"QuantizedKVCache","m'
-    b'eta":{"bits":4,"group_size":32},"keys":{"layer":1,"rows":4,"parts":[["uint32",8],["flo'
-    b'at16",2],["float16",2]],"kind":"mlx4g32","store":"mlx4g32","xxh3":"aaaaaaaaaaaaaaaa"},'
+    b'eta":{"bits":4,"group_size":32},"keys":{"layer":1,"rows":4,"kind":"mlx4g32","parts":[['
+    b'"uint32",8],["float16",2],["float16",2]],"store":"mlx4g32","xxh3":"aaaaaaaaaaaaaaaa"},'
     b'"values":null,"blob":null}]}'
 )
 

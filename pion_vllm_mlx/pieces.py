@@ -1,0 +1,110 @@
+"""Cache pieces as stored bytes, and back: what a row of an attention leaf is on the wire.
+
+A piece leaves as PACKED rows of its V-store format, from MLX's own memory where nothing has to be
+encoded, and is received into MLX's memory, where a lossless format needs no further copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+
+from pion_patches.pieces import NATIVE_FORMAT, RowLayout, RowPiece, dtype_named
+from pion_server.formats import Format, InputType, make_format
+from pion_vllm_mlx.manifest import Rows
+
+_INPUT: Final = {
+    "float16": InputType.F16,
+    "bfloat16": InputType.BF16,
+    "float32": InputType.F32,
+}
+
+
+def row_format(store: str, layout: RowLayout) -> Format:
+    """The V-store format `store` for such rows. Raises ValueError if it cannot hold them."""
+    if store == layout.store_format:
+        fmt = make_format(store, layout.store_dim)
+        if fmt.packed_row_bytes != layout.row_bytes:
+            raise ValueError(f"rows of {layout.row_bytes} bytes are not {fmt!r}")
+        return fmt
+    if layout.fmt != "dense" or layout.dtypes[0] not in _INPUT:
+        raise ValueError(f"{layout.fmt} rows cannot be stored as {store}")
+    return make_format(store, layout.widths[0])
+
+
+def is_lossless(rows: Rows) -> bool:
+    """Whether reading the stored rows gives the very bits that were stored."""
+    if rows.store == rows.layout.store_format:
+        return True
+    return rows.store == "fp32" and rows.layout.dtypes[0] in NATIVE_FORMAT
+
+
+def pack_piece(piece: RowPiece, fmt: Format) -> memoryview:
+    """All rows of a piece as PACKED bytes of `fmt`; MLX's own memory where nothing is encoded.
+
+    The view keeps the memory alive. `fmt` as `row_format` gives it for this piece.
+    """
+    if fmt.name == piece.layout.store_format:
+        return piece.to_bytes()
+    run = fmt.encode(piece.to_bytes(), piece.rows, _INPUT[piece.layout.dtypes[0]])
+    return memoryview(fmt.pack(run))
+
+
+class Landing:
+    """Where one piece's PACKED rows arrive: memory of an MLX array that becomes the piece."""
+
+    def __init__(self, rows: Rows) -> None:
+        """Raises ValueError for rows that no format of their description can hold."""
+        self.rows = rows
+        self.format = row_format(rows.store, rows.layout)
+        self.nbytes = rows.count * self.format.packed_row_bytes
+        self._bytes: mx.array | None = None
+        self.view: memoryview | None = None
+
+    def open(self) -> memoryview:
+        """Allocate, now that the server has announced the right number of bytes."""
+        self._bytes = mx.zeros((self.nbytes,), dtype=mx.uint8)
+        mx.eval(self._bytes)
+        self.view = memoryview(cast(Any, self._bytes))
+        return self.view
+
+    def is_intact(self) -> bool:
+        """Whether what arrived has the checksum it was stored with."""
+        return self.view is not None and (xxhash.xxh3_64_hexdigest(self.view) == self.rows.checksum)
+
+    def piece(self) -> RowPiece:
+        """The rows as arrays, decoded unless their format keeps the very bits."""
+        if self._bytes is None:
+            raise ValueError("nothing has arrived")
+        layout, count = self.rows.layout, self.rows.count
+        if self.rows.store != layout.store_format:
+            runs = self.format.unpack(memoryview(cast(Any, self._bytes)), count)
+            values = mx.array(np.concatenate([self.format.decode(run) for run in runs]))
+            return RowPiece((values.astype(dtype_named(layout.dtypes[0])),), layout.fmt)
+        if len(layout.widths) == 1:
+            # The very memory the rows arrived in.
+            part = self._bytes.view(dtype_named(layout.dtypes[0]))
+            return RowPiece((part.reshape(count, layout.widths[0]),), layout.fmt)
+        table = self._bytes.reshape(count, layout.row_bytes)
+        columns = mx.split(table, np.cumsum(layout.part_bytes)[:-1].tolist(), axis=1)
+        return RowPiece(
+            tuple(
+                mx.contiguous(column).view(dtype_named(dtype))
+                for column, dtype in zip(columns, layout.dtypes, strict=True)
+            ),
+            layout.fmt,
+        )
+
+
+def places_of(landings: Sequence[Landing]) -> Callable[[int, int], memoryview | None]:
+    """Where each bulk of a reply goes, in order; one of another length gets no place."""
+
+    def place(index: int, nbytes: int) -> memoryview | None:
+        fits = index < len(landings) and landings[index].nbytes == nbytes
+        return landings[index].open() if fits else None
+
+    return place

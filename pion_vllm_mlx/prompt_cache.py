@@ -1,0 +1,312 @@
+"""PionPromptCache: a prefix is computed once, by anyone, and restored everywhere else.
+
+    pc = PionPromptCache(model)
+    cache = pc.get_or_prefill(prefix_ids, PionPromptCache.make_namespace(model_id, prompt))
+    generate(model, tokenizer, prompt=suffix_ids, prompt_cache=cache)
+
+The cache is the one a cold run would have: bit for bit wherever the stored format is lossless.
+Every doubt is a miss, a miss prefills and stores again, and no trouble with the server ever
+reaches the caller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from mlx_lm.models.cache import make_prompt_cache
+from pion_patches.attention import is_installed
+
+from pion_patches.cache_rebuild import (
+    CacheImage,
+    UnsupportedCache,
+    dismantle,
+    rebuild,
+)
+from pion_patches.inproc import InprocStore, lane_is_off
+from pion_patches.prefix_entry import CannotSplit, capture_prefix
+from pion_vllm_mlx.arguments import check_ids, check_namespace, vocab_size_of
+from pion_vllm_mlx.held import HeldPrefixes
+from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
+from pion_vllm_mlx.prefill import Progress, prefill
+from pion_vllm_mlx.restore import Miss, fetch_prefix, find_prefix, has_manifest
+from pion_vllm_mlx.ship import StoreFailed, Unstorable, pack_prefix, store_prefix
+from pion_vllm_mlx.tally import Tally
+from pion_vllm_mlx.tier import Tier
+from pion_vllm_mlx.transport import Lane, Patience, TransportError
+from pion_vllm_mlx.transport.endpoint import Endpoint
+
+DEFAULT_PORT: Final = 1974
+PREFILL_STEP: Final = 512
+HELD_BYTES: Final = 1 << 30
+
+
+class PionPromptCache:
+    """The shared prefixes of one model: kept in this process, and on one server.
+
+    Thread-safe as far as the model is: restores and stores of several threads take turns on one
+    connection. A context manager.
+    """
+
+    make_namespace = staticmethod(make_namespace)
+
+    def __init__(
+        self,
+        model: Any,
+        vquant: str = "auto",
+        host: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        password: str | None = None,
+        boundary_protect: int = 0,
+        *,
+        username: str | None = None,
+        protect_dtype: str = "float16",
+        prefill_step_size: int = PREFILL_STEP,
+        timeout: float = 0.25,
+        model_path: str | Path | None = None,
+        held_bytes: int = HELD_BYTES,
+        lane: Lane | None = None,
+    ) -> None:
+        """Nothing is sent yet, and no server need be there.
+
+        Args:
+            model: an mlx-lm model. `UnsupportedCache` if its caches cannot be stored exactly.
+            vquant: "auto" keeps every bit of the model's own K/V; a named format ("fp16", "int8",
+                "fp8", "turbo4", "mlx4g32", …) stores that one. A hit takes any lossless format.
+            boundary_protect: with a named format, K and the first and last N layers of V are kept
+                in `protect_dtype` ("float16", or "auto" for the model's own).
+            password, username: for a server with `--requirepass`; a tenant has both.
+            prefill_step_size: tokens a chunk of a cold prefill.
+            timeout: seconds to connect, and to wait for the first byte of an answer.
+            model_path: where the weights were loaded from, so that their hash can be kept between
+                processes; see `model_fingerprint`.
+            held_bytes: how much this process keeps for itself; 0 keeps nothing.
+            lane: another way to the server than TCP.
+
+        Raises ValueError for arguments that mean nothing.
+        """
+        if type(prefill_step_size) is not int or prefill_step_size < 1:
+            raise ValueError("prefill_step_size is a number of tokens, 1 or more")
+        if not timeout > 0:
+            raise ValueError("timeout is a number of seconds above 0")
+        self.model = model
+        self.host, self.port = host, port
+        self.vquant, self.boundary_protect = vquant, boundary_protect
+        self.prefill_step_size = prefill_step_size
+        self.timeout = timeout
+        self._tier = Tier(vquant, boundary_protect, protect_dtype)
+        self._vocab_size = vocab_size_of(model)
+        self._model_path = model_path
+        self._lane = lane or Endpoint(
+            host, port, username=username, password=password, connect_timeout=timeout
+        )
+        self._tally = Tally()
+        self._held = HeldPrefixes(held_bytes)
+        #: Split prefixes for `make_pion_prompt_cache`, by namespace.
+        self._mlx_prefix_kv = InprocStore()
+        self._split_keys: dict[str, tuple[tuple[int, ...], str]] = {}
+        dismantle(self._template(), 0)
+        self.fingerprint()
+
+    def get_or_prefill(
+        self,
+        prefix_ids: Iterable[Any],
+        namespace: str | bytes,
+        progress: Progress | None = None,
+    ) -> list[Any]:
+        """Return a prompt cache that holds exactly `prefix_ids`, restored or computed.
+
+        It is the caller's own: generate with it, change it, call again for another. Pass the
+        model only the tokens after the prefix, at least one of them (`require_suffix`).
+
+        `progress(done, total)` is called during a prefill, with tokens; not on a hit.
+
+        Raises ValueError for ids that are no token ids of this model and for a namespace that is
+        not 1 to 200 bytes, UnsupportedCache for a model whose caches cannot be stored. An empty
+        prefix is an empty cache.
+        """
+        ids = check_ids(prefix_ids, self._vocab_size)
+        name = check_namespace(namespace)
+        dismantle(self._template(), 0)
+        if not ids:
+            self._tally.add_miss("empty")
+            return self._template()
+        fingerprint = self.fingerprint()
+        cache = self._from_process(name, ids, fingerprint)
+        if cache is None:
+            cache = self._from_server(name, ids, fingerprint)
+        if cache is None:
+            cache = self._from_model(name, ids, fingerprint, progress)
+        if is_installed():
+            self._hold_split(name, ids, fingerprint, cache)
+        return cache
+
+    def lookup(self, namespace: str | bytes) -> bool:
+        """Whether the server holds a whole prefix under this name; False if it cannot be asked."""
+        try:
+            return has_manifest(self._lane, check_namespace(namespace), self._quick())
+        except (TransportError, Miss):
+            return False
+
+    def fingerprint(self) -> str:
+        """The model's fingerprint as it is now; see `model_fingerprint`."""
+        return model_fingerprint(self.model, self._model_path)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since this object was made.
+
+        hits, misses, hit_rate, miss_reasons (by word), hits_in_process, tokens_restored,
+        bytes_fetched, bytes_stored, stores, stores_skipped, stores_failed; milliseconds in
+        fetch_ms_total (a restore, from the first command to rebuilt caches), store_ms_total,
+        prefill_ms_total.
+        """
+        return self._tally.snapshot()
+
+    def close(self) -> None:
+        """Let go of the connection and of what is held in process. The object stays usable."""
+        self._lane.close()
+        self._held.clear()
+        self._mlx_prefix_kv.clear()
+
+    def __enter__(self) -> PionPromptCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _from_process(
+        self, name: bytes, ids: tuple[int, ...], fingerprint: str
+    ) -> list[Any] | None:
+        image = None if lane_is_off() else self._held.get(name, ids, fingerprint)
+        if image is None:
+            return None
+        try:
+            cache = rebuild(self._template(), image)
+        except Exception as error:
+            self._held.drop(name)
+            self._wonder("a prefix held in process could not be rebuilt", error)
+            return None
+        self._tally.add("hits")
+        self._tally.add("hits_in_process")
+        self._tally.add("tokens_restored", len(ids))
+        return cache
+
+    def _from_server(self, name: bytes, ids: tuple[int, ...], fingerprint: str) -> list[Any] | None:
+        started = time.perf_counter()
+        try:
+            found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
+            restored = fetch_prefix(self._lane, name, found, self.timeout)
+            cache = rebuild(self._template(), restored.image)
+        except Miss as miss:
+            self._tally.add_miss(miss.reason)
+            return None
+        except TransportError:
+            self._tally.add_miss("unavailable")
+            return None
+        except Exception as error:
+            self._tally.add_miss("error")
+            self._wonder("a stored prefix could not be rebuilt", error)
+            return None
+        self._tally.add_seconds("fetch_ms_total", time.perf_counter() - started)
+        self._tally.add("hits")
+        self._tally.add("tokens_restored", len(ids))
+        self._tally.add("bytes_fetched", restored.nbytes)
+        self._hold(name, ids, fingerprint, restored.image)
+        return cache
+
+    def _from_model(
+        self, name: bytes, ids: tuple[int, ...], fingerprint: str, progress: Progress | None
+    ) -> list[Any]:
+        cache = self._template()
+        seconds = prefill(self.model, ids, cache, self.prefill_step_size, progress)
+        self._tally.add_seconds("prefill_ms_total", seconds)
+        started = time.perf_counter()
+        try:
+            image = dismantle(cache, len(ids))
+            self._hold(name, ids, fingerprint, image)
+            self._store(name, ids, fingerprint, image, round(seconds * 1000))
+        except UnsupportedCache:
+            raise
+        except Exception as error:
+            self._tally.add("stores_failed")
+            self._wonder("a prefix could not be stored", error)
+        self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
+        return cache
+
+    def _store(
+        self,
+        name: bytes,
+        ids: tuple[int, ...],
+        fingerprint: str,
+        image: CacheImage,
+        prefill_ms: int,
+    ) -> None:
+        if not self._lane.available:
+            self._tally.add("stores_failed")
+            return  # nothing is worth encoding for a server that was gone a moment ago
+        try:
+            shipment = pack_prefix(
+                image,
+                ids,
+                fingerprint,
+                self._tier,
+                prefill_ms=prefill_ms,
+                prefill_step=self.prefill_step_size,
+            )
+            stored = store_prefix(self._lane, name, shipment)
+        except TransportError:
+            self._tally.add("stores_failed")
+        except StoreFailed as failure:
+            # A stale fill only means that somebody else stored or dropped this prefix meanwhile.
+            self._tally.add("stores_failed" if failure.code != "STALE" else "stores_skipped")
+            if failure.code != "STALE":
+                self._tally.warn_once("store", "the server did not store a prefix: %s", failure)
+        except Unstorable as reason:
+            self._tally.add("stores_failed")
+            self._tally.warn_once("unstorable", "a prefix cannot be stored: %s", reason)
+        else:
+            self._tally.settle("store")
+            self._tally.add("stores" if stored else "stores_skipped")
+            self._tally.add("bytes_stored", shipment.nbytes if stored else 0)
+
+    def _hold(self, name: bytes, ids: tuple[int, ...], fingerprint: str, image: CacheImage) -> None:
+        if not lane_is_off():
+            self._held.hold(name, ids, fingerprint, image)
+
+    def _hold_split(
+        self, name: bytes, ids: tuple[int, ...], fingerprint: str, cache: list[Any]
+    ) -> None:
+        """Offer the prefix to `make_pion_prompt_cache`, where the attention patch is in place."""
+        namespace = name.decode("utf-8", "surrogateescape")
+        key = (ids, fingerprint)
+        if namespace in self._mlx_prefix_kv and self._split_keys.get(namespace) == key:
+            return
+        self._mlx_prefix_kv.drop(namespace)
+        try:
+            self._mlx_prefix_kv.hold(namespace, capture_prefix(self.model, cache, len(ids)))
+        except CannotSplit:
+            return  # `make_pion_prompt_cache` says why, to whoever asks for one
+        except Exception as error:
+            self._wonder("a prefix could not be kept for split attention", error)
+            return
+        self._split_keys[namespace] = key
+
+    def _template(self) -> list[Any]:
+        template: list[Any] = make_prompt_cache(self.model)
+        return template
+
+    def _quick(self) -> Patience:
+        return Patience(first_byte=self.timeout, stall=2.0, total=10.0)
+
+    def _wonder(self, what: str, error: Exception) -> None:
+        """Tell once about an error that no case above foresees; the call goes on without."""
+        text = f"{type(error).__name__}: {error}"
+        self._tally.warn_once(what, "%s, going on without: %s", what, text)

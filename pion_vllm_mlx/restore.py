@@ -1,0 +1,246 @@
+"""Fetching a prefix: the manifest decides, every piece is checked, then a cache image is made.
+
+Two round trips. The first reads the manifest; the second reads every piece and the manifest's
+generation again, so that rows of two different fills can never be mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import mlx.core as mx
+import xxhash
+
+from pion_patches.cache_rebuild import CacheImage, Leaf, RowPiece
+from pion_vllm_mlx.blobs import BlobError, unpack_arrays
+from pion_vllm_mlx.manifest import (
+    Blob,
+    LeafEntry,
+    Manifest,
+    ManifestError,
+    Rows,
+    mismatch,
+    read_manifest,
+)
+from pion_vllm_mlx.pieces import Landing, places_of
+from pion_vllm_mlx.ship import session_id
+from pion_vllm_mlx.tier import Tier
+from pion_vllm_mlx.transport import Buffer, Command, Lane, Patience, Reply, ServerError
+
+#: Bytes a second below which a transfer is given up, however long the prefill took.
+_SLOWEST: Final = 1 << 20
+
+
+class Miss(Exception):
+    """The server has no usable prefix; `reason` is one word for the statistics."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A stored prefix that is the one asked for, before any of its rows was read."""
+
+    gen: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A cache image whose every piece was checked, and the bytes it took on the wire."""
+
+    image: CacheImage
+    nbytes: int
+
+
+def find_prefix(
+    lane: Lane,
+    namespace: bytes,
+    ids: Sequence[int],
+    fingerprint: str,
+    tier: Tier,
+    patience: Patience,
+) -> Found:
+    """Read and verify the manifest of `namespace`; raises Miss or TransportError."""
+    (reply,) = lane.exchange([_get(namespace)], patience)
+    gen, blob = _meta(reply)
+    if blob is None:
+        # Counted as a miss by the server too; one without a manifest must credit no saved time.
+        lane.exchange([_lookup(namespace, 0, 0)], patience)
+        raise Miss("absent")
+    try:
+        manifest = read_manifest(blob)
+    except ManifestError as error:
+        raise Miss("manifest", str(error)) from error
+    reason = mismatch(manifest, ids, fingerprint)
+    if reason is not None:
+        raise Miss(reason)
+    layers = sum(1 for leaf in manifest.leaves if leaf.keys or leaf.values)
+    for side, rows in _sides(manifest.leaves):
+        if not tier.accepts(side, rows.layer, layers, rows):
+            raise Miss("format", f"stored as {rows.store}")
+    return Found(gen, manifest)
+
+
+def has_manifest(lane: Lane, namespace: bytes, patience: Patience) -> bool:
+    """Whether a whole prefix, whoever's, is stored; raises Miss or TransportError if unknown."""
+    return _meta(lane.exchange([_get(namespace)], patience)[0])[1] is not None
+
+
+def fetch_prefix(lane: Lane, namespace: bytes, found: Found, first_byte: float) -> Restored:
+    """Read every piece, check all of them, then make the image; raises Miss or TransportError.
+
+    `first_byte`: seconds the server has to begin its answer.
+    """
+    manifest = found.manifest
+    try:
+        reads = _plan(namespace, manifest)
+    except ValueError as error:
+        raise Miss("manifest", str(error)) from error
+    nbytes = sum(read.nbytes for read in reads)
+    credit = _lookup(namespace, len(manifest.ids), manifest.prefill_ms)
+    commands = [credit, *(read.command for read in reads), _get(namespace)]
+    replies = lane.exchange(commands, _patience(nbytes, first_byte, manifest.prefill_ms))
+    if _meta(replies[-1])[0] != found.gen:
+        raise Miss("changed", "stored anew or dropped while it was read")
+    arrived = _Arrived()
+    for read, reply in zip(reads, replies[1:-1], strict=True):
+        arrived.take(read, reply)
+    return Restored(CacheImage(len(manifest.ids), arrived.leaves(manifest.leaves)), nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One command of a restore and what its reply must fill: rows of a side, or one blob."""
+
+    command: Command
+    side: str = ""
+    landings: tuple[Landing, ...] = ()
+    batch: bool = False
+    blob: Blob | None = None
+
+    @property
+    def nbytes(self) -> int:
+        rows = sum(landing.nbytes for landing in self.landings)
+        return rows + (self.blob.nbytes if self.blob is not None else 0)
+
+
+def _plan(namespace: bytes, manifest: Manifest) -> list[_Read]:
+    """One BATCH a side where all layers have the same rows, as usual; else layer by layer."""
+    reads: list[_Read] = []
+    for side in ("keys", "values"):
+        sid = session_id(namespace, side)
+        wanted = sorted((r for s, r in _sides(manifest.leaves) if s == side), key=_layer_of)
+        landings = tuple(Landing(rows) for rows in wanted)
+        counts = {rows.count for rows in wanted}
+        if len(counts) == 1 and [rows.layer for rows in wanted] == list(range(len(wanted))):
+            span = (0, wanted[0].count, len(wanted))
+            command = Command.of(
+                "V.FETCH", sid, "BATCH", *span, "FMT", "PACKED", place=places_of(landings)
+            )
+            reads.append(_Read(command, side, landings, batch=True))
+            continue
+        for landing in landings:
+            one = (landing.rows.layer, "RANGE", 0, landing.rows.count)
+            command = Command.of("V.FETCH", sid, *one, "FMT", "PACKED", place=places_of([landing]))
+            reads.append(_Read(command, side, (landing,)))
+    for leaf in manifest.leaves:
+        if leaf.blob is not None:
+            command = Command.of("SSM.PREFIX.FETCH", namespace, leaf.blob.layer)
+            reads.append(_Read(command, blob=leaf.blob))
+    return reads
+
+
+class _Arrived:
+    """Pieces and blobs that were checked, by where they belong."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, int], Landing] = {}
+        self._blobs: dict[int, Buffer] = {}
+
+    def take(self, read: _Read, reply: Reply) -> None:
+        """Check one reply against the manifest; raises Miss."""
+        if isinstance(reply, ServerError):
+            raise Miss("rows", str(reply))
+        if read.blob is not None:
+            self._take_blob(read.blob, reply)
+            return
+        bulks = reply if read.batch else [reply]
+        if not isinstance(bulks, list) or len(bulks) != len(read.landings):
+            raise Miss("rows", "another number of layers")
+        for landing, bulk in zip(read.landings, bulks, strict=True):
+            # A bulk of another length, or none, was not placed into the landing.
+            if bulk is None or bulk is not landing.view:
+                raise Miss("rows", f"layer {landing.rows.layer} is missing or of another size")
+            if not landing.is_intact():
+                raise Miss("checksum", f"layer {landing.rows.layer}")
+            self._rows[read.side, landing.rows.layer] = landing
+
+    def _take_blob(self, blob: Blob, reply: Reply) -> None:
+        if not isinstance(reply, bytes | bytearray | memoryview) or len(reply) != blob.nbytes:
+            raise Miss("rows", f"state of layer {blob.layer} is missing or of another size")
+        if xxhash.xxh3_64_hexdigest(reply) != blob.checksum:
+            raise Miss("checksum", f"state of layer {blob.layer}")
+        self._blobs[blob.layer] = reply
+
+    def leaves(self, entries: Iterable[LeafEntry]) -> tuple[Leaf, ...]:
+        """The image's leaves, once everything was taken."""
+        try:
+            return tuple(self._leaf(entry) for entry in entries)
+        except (BlobError, ValueError) as error:
+            raise Miss("manifest", str(error)) from error
+
+    def _leaf(self, entry: LeafEntry) -> Leaf:
+        arrays: tuple[mx.array | None, ...] = ()
+        if entry.blob is not None:
+            arrays = unpack_arrays(entry.kind, self._blobs[entry.blob.layer])
+        keys, values = self._piece("keys", entry.keys), self._piece("values", entry.values)
+        return Leaf(entry.path, entry.kind, dict(entry.meta), keys, values, arrays)
+
+    def _piece(self, side: str, rows: Rows | None) -> RowPiece | None:
+        return None if rows is None else self._rows[side, rows.layer].piece()
+
+
+def _sides(leaves: Iterable[LeafEntry]) -> Iterator[tuple[str, Rows]]:
+    for leaf in leaves:
+        for side, rows in (("keys", leaf.keys), ("values", leaf.values)):
+            if rows is not None:
+                yield side, rows
+
+
+def _layer_of(rows: Rows) -> int:
+    return rows.layer
+
+
+def _get(namespace: bytes) -> Command:
+    return Command.of("KV.PREFIX.META", namespace, "GET")
+
+
+def _lookup(namespace: bytes, tokens: int, prefill_ms: int) -> Command:
+    """A LOOKUP that credits what is restored with the prefill it saves."""
+    options = ("TOKENS", tokens, "PREFILL_MS", prefill_ms)
+    return Command.of("KV.PREFIX.LOOKUP", namespace, *options)
+
+
+def _meta(reply: Reply) -> tuple[int, Buffer | None]:
+    """Generation and manifest of a META GET; (0, None) without one."""
+    match reply:
+        case None:
+            return 0, None
+        case ServerError():
+            raise Miss("refused", str(reply))
+        case [int() as gen, bytes() | bytearray() | memoryview() as blob]:
+            return gen, blob
+        case _:
+            raise Miss("manifest", "an unexpected reply to META GET")
+
+
+def _patience(nbytes: int, first_byte: float, prefill_ms: int) -> Patience:
+    """Wait for `nbytes` no longer than computing them again took, but at least 2 s."""
+    longest = 2 + nbytes / _SLOWEST
+    known = prefill_ms / 1000 if prefill_ms else longest
+    return Patience(first_byte=first_byte, stall=2.0, total=max(2.0, min(known, longest)))
