@@ -33,12 +33,24 @@ NEW_TOKENS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Receipts:
-    """The server's own account, read before the kill and at the end (PION.STATS counts a run)."""
+class Receipt:
+    """What one run of the server says it saved (PION.STATS counts from its start)."""
+
+    avoided: float
+    measured: float
+
+    def __str__(self) -> str:
+        kind = "measured" if self.measured == self.avoided else "estimated"
+        return f"{self.avoided:.2f} s ({kind})"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The server's side of the demo: bytes held, and the receipts of B and of C."""
 
     stored_bytes: int
-    avoided_before_kill: float
-    avoided_after_restart: float
+    b: Receipt
+    c: Receipt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,12 +80,12 @@ def run(options: argparse.Namespace) -> int:
         server = LocalServer(Path(folder) / "data", Path(folder) / "server.log")
         try:
             with server:
-                outcomes, receipts = _run_scenes(
+                outcomes, account = _run_scenes(
                     console, server, model, options.prefix_tokens, Path(folder)
                 )
         except ServerDidNotStart as error:
             raise SystemExit(f"pion-vllm-mlx demo: {error}") from None
-    _print_result(console, name, outcomes, receipts)
+    _print_result(console, name, outcomes, account)
     return 0 if _verdict(outcomes) is None else 1
 
 
@@ -97,7 +109,7 @@ def _resolve_model(chosen: str | None) -> tuple[str, str]:
 
 def _run_scenes(
     console: Console, server: LocalServer, model: str, prefix_tokens: int, folder: Path
-) -> tuple[list[Outcome], Receipts]:
+) -> tuple[list[Outcome], Account]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeElapsedColumn as Elapsed
 
@@ -110,16 +122,13 @@ def _run_scenes(
 
     a = request("A", "prefills and stores")
     b = request("B", "a fresh interpreter")
-    before = _read_map(server, "PION.STATS")
+    b_receipt = _read_receipt(server)
     server.kill()
     seconds = server.start()
     console.print(f"   server killed with SIGKILL, restarted and ready in {seconds:.2f} s")
     c = request("C", "after the restart")
-    return [a, b, c], Receipts(
-        stored_bytes=int(_read_info(server)["vstore_bytes"]),
-        avoided_before_kill=float(before["prefill_seconds_avoided"]),
-        avoided_after_restart=float(_read_map(server, "PION.STATS")["prefill_seconds_avoided"]),
-    )
+    stored = int(_read_info(server)["vstore_bytes"])
+    return [a, b, c], Account(stored, b_receipt, _read_receipt(server))
 
 
 def _run_process(bar: Progress, title: str, job: Job, log: Path) -> Outcome:
@@ -167,11 +176,14 @@ def _child(command: list[str], env: dict[str, str], errors: int) -> Iterator[Ite
         process.wait()
 
 
-def _read_map(server: LocalServer, command: str) -> dict[str, str]:
-    reply = server.command(command)
+def _read_receipt(server: LocalServer) -> Receipt:
+    reply = server.command("PION.STATS")
     assert isinstance(reply, list)
     words = [_text(word) for word in reply]
-    return dict(zip(words[::2], words[1::2], strict=True))
+    stats = dict(zip(words[::2], words[1::2], strict=True))
+    return Receipt(
+        float(stats["prefill_seconds_avoided"]), float(stats["prefill_seconds_avoided_measured"])
+    )
 
 
 def _read_info(server: LocalServer) -> dict[str, str]:
@@ -194,9 +206,10 @@ def _verdict(outcomes: list[Outcome]) -> str | None:
     return None
 
 
-def _print_result(console: Console, name: str, outcomes: list[Outcome], receipts: Receipts) -> None:
+def _print_result(console: Console, name: str, outcomes: list[Outcome], account: Account) -> None:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     a, b, c = outcomes
     # A's request also waited for the store, which a request without Pion would not.
@@ -213,18 +226,13 @@ def _print_result(console: Console, name: str, outcomes: list[Outcome], receipts
         table.add_row(scene, how, *times, f"{cold / outcome.ttft:.1f}x")
     console.print(table)
     problem = _verdict(outcomes)
-    facts = {
-        "bytes stored": f"{receipts.stored_bytes:,}",
-        "prefill seconds avoided": f"{receipts.avoided_before_kill:.2f} (B) +"
-        f" {receipts.avoided_after_restart:.2f} (C, as the restarted server accounts for it)",
-        f"{len(a.tokens)} greedy tokens of A, B, C": "identical" if problem is None else problem,
-        "answer": a.text.replace("\n", " "),
-    }
-    for label, value in facts.items():
-        console.print(f" {label:<32}{value}", markup=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row(" bytes stored", f"{account.stored_bytes:,}")
+    facts.add_row(" prefill seconds avoided", f"B {account.b}, C {account.c}")
+    facts.add_row(f" {len(a.tokens)} greedy tokens of A, B, C", problem or "identical")
+    facts.add_row(" answer", Text(a.text))
+    console.print(facts)
     packages = ", ".join(f"{package} {metadata.version(package)}" for package in ("mlx", "mlx-lm"))
-    console.print(
-        f"\n {name}, {a.prefix_tokens:,} tokens; {platform.system()} {platform.machine()},"
-        f" {os.cpu_count()} cores, Python {platform.python_version()}, {packages}",
-        markup=False,
-    )
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    console.print(f"\n {name}, {a.prefix_tokens:,} tokens", markup=False)
+    console.print(f" {machine}, Python {platform.python_version()}, {packages}", markup=False)
