@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import mlx.core as mx
 
-from .pieces import Leaf, RowPiece
+from .pieces import Leaf, RowPiece, UnsupportedCache
 
 Cut: TypeAlias = tuple[dict[str, Any], RowPiece | None, RowPiece | None]
 
@@ -62,14 +62,27 @@ class CacheClass:
             raise ValueError(f"two cache classes are called {self.kind}")
 
 
-def class_of(cache: Any) -> CacheClass | None:
-    """The entry of a cache's very class, or None; a subclass or a namesake is unknown."""
+def known_class(cache: Any, path: Sequence[int]) -> CacheClass:
+    """The entry of a cache's very class; UnsupportedCache for any other, subclass or namesake."""
     found = type(cache)
     for entry in CacheClass.registered.values():
-        if (found.__module__, found.__qualname__) == (entry.module, entry.name):
-            defined = getattr(sys.modules.get(entry.module), entry.name, None)
-            return entry if defined is found else None
-    return None
+        defined = getattr(sys.modules.get(entry.module), entry.name, None)
+        if defined is found and found.__module__ == entry.module:
+            return entry
+    raise refusal(path, f"{found.__module__}.{found.__qualname__}", "an unknown class")
+
+
+def class_named(kind: str, path: Sequence[int]) -> CacheClass:
+    """The entry of that kind; raises UnsupportedCache."""
+    if kind not in CacheClass.registered:
+        raise refusal(path, kind, "an unknown class")
+    return CacheClass.registered[kind]
+
+
+def refusal(path: Sequence[int], kind: str, reason: str) -> UnsupportedCache:
+    """The error for a cache that cannot be stored."""
+    place = ".".join(map(str, path))
+    return UnsupportedCache(f"{kind} (cache {place}): {reason}", known_caches())
 
 
 def known_caches() -> tuple[str, ...]:

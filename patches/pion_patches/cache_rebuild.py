@@ -21,7 +21,17 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from . import attention_caches, recurrent_caches
-from .cache_class import CacheClass, Misfit, Unsound, class_of, is_finite, known_caches
+from .cache_class import (
+    CacheClass,
+    Misfit,
+    Unsound,
+    class_named,
+    is_finite,
+    known_caches,
+    known_class,
+    refusal,
+)
+from .folding import unfold_rows
 from .pieces import (
     CacheImage,
     Leaf,
@@ -72,13 +82,13 @@ def dismantle(cache: Sequence[Any], tokens: int) -> CacheImage:
     everywhere or not finite.
     """
     found = list(flatten(cache))
-    classes = [_known(path, item) for path, item in found]
+    classes = [known_class(item, path) for path, item in found]
     leaves = []
     for (path, item), cls in zip(found, classes, strict=True):
         try:
             taken = cls.take(item, tokens)
         except Unsound as error:
-            raise _refusal(path, cls.kind, str(error)) from None
+            raise refusal(path, cls.kind, str(error)) from None
         leaves.append(Leaf(path, cls.kind, taken.meta, taken.keys, taken.values, taken.arrays))
     _check_counted(leaves, tokens)
     image = CacheImage(tokens, tuple(leaves))
@@ -97,7 +107,7 @@ def rebuild(template: Sequence[Any], image: CacheImage, *, room: int = ROOM) -> 
     caches than the template, or does not add up; UnsupportedCache for an unknown template.
     """
     found = list(flatten(template))
-    classes = [_known(path, item) for path, item in found]
+    classes = [known_class(item, path) for path, item in found]
     if [path for path, _ in found] != [leaf.path for leaf in image.leaves]:
         raise RebuildError(f"{len(image.leaves)} stored caches for {len(found)} of another shape")
     caches: dict[tuple[int, ...], Any] = {}
@@ -105,13 +115,10 @@ def rebuild(template: Sequence[Any], image: CacheImage, *, room: int = ROOM) -> 
         if leaf.kind != cls.kind:
             raise RebuildError(f"cache {leaf.place} is a {cls.kind}, stored is a {leaf.kind}")
         try:
-            caches[path] = cls.give(item, leaf, image.tokens, room)
+            caches[path] = _give(cls, item, unfold_rows(leaf), image.tokens, room)
         except Misfit as error:
             raise RebuildError(f"cache {leaf.place}, {leaf.kind}: {error}") from None
     mx.eval([array for cache in caches.values() for array in _tensors(vars(cache))])
-    for leaf in image.leaves:
-        if not all(is_finite(array) for array in leaf.arrays if array is not None):
-            raise RebuildError(f"cache {leaf.place}, {leaf.kind}: state is not finite")
     return _nest(template, (), caches)
 
 
@@ -127,27 +134,19 @@ def cut(image: CacheImage, tokens: int) -> CacheImage:
         return image
     leaves = []
     for leaf in image.leaves:
-        cls = CacheClass.registered.get(leaf.kind)
-        if cls is None:
-            raise UnsupportedCache(f"{leaf.kind} (cache {leaf.place})", known_caches())
+        cls = class_named(leaf.kind, leaf.path)
         try:
             meta, keys, values = cls.cut(leaf, tokens)
         except Unsound as error:
-            raise _refusal(leaf.path, leaf.kind, str(error)) from None
+            raise refusal(leaf.path, leaf.kind, str(error)) from None
         leaves.append(dataclasses.replace(leaf, meta=meta, keys=keys, values=values))
     return CacheImage(tokens, tuple(leaves))
 
 
-def _known(path: tuple[int, ...], item: Any) -> CacheClass:
-    cls = class_of(item)
-    if cls is None:
-        name = f"{type(item).__module__}.{type(item).__qualname__}"
-        raise UnsupportedCache(f"{name} (cache {_place(path)})", known_caches())
-    return cls
-
-
-def _refusal(path: tuple[int, ...], kind: str, reason: str) -> UnsupportedCache:
-    return UnsupportedCache(f"{kind} (cache {_place(path)}): {reason}", known_caches())
+def _give(cls: CacheClass, item: Any, leaf: Leaf, tokens: int, room: int) -> Any:
+    if not all(is_finite(array) for array in leaf.arrays if array is not None):
+        raise Misfit("state is not finite")
+    return cls.give(item, leaf, tokens, room)
 
 
 def _check_counted(leaves: Sequence[Leaf], tokens: int) -> None:
@@ -156,7 +155,7 @@ def _check_counted(leaves: Sequence[Leaf], tokens: int) -> None:
     for leaf in leaves:
         alone = len(leaf.path) == 1 or leaf.path[:-1] not in counted
         if tokens and leaf.meta.get("unused") and alone:
-            raise _refusal(leaf.path, leaf.kind, f"empty, not {tokens} tokens")
+            raise refusal(leaf.path, leaf.kind, f"empty, not {tokens} tokens")
     if tokens and not leaves:
         raise UnsupportedCache("a model without caches", known_caches())
 
@@ -164,11 +163,11 @@ def _check_counted(leaves: Sequence[Leaf], tokens: int) -> None:
 def _check_state(leaf: Leaf, cls: CacheClass, tokens: int) -> None:
     arrays = [array for array in leaf.arrays if array is not None]
     if not all(is_finite(array) for array in arrays):
-        raise _refusal(leaf.path, leaf.kind, "state is not finite")
+        raise refusal(leaf.path, leaf.kind, "state is not finite")
     floats = [array for array in arrays if mx.issubdtype(array.dtype, mx.floating) and array.size]
     # A state nobody captured is a zero-filled block; one computed from tokens is not.
     if tokens and cls.route == "recurrent" and floats and not any(mx.any(a).item() for a in floats):
-        raise _refusal(leaf.path, leaf.kind, "state is zero everywhere")
+        raise refusal(leaf.path, leaf.kind, "state is zero everywhere")
 
 
 def _tensors(value: Any) -> Iterator[mx.array]:
@@ -191,7 +190,3 @@ def _nest(
             caches[here] if here in caches else type(item)(*_nest(item.caches, here, caches))
         )
     return nested
-
-
-def _place(path: tuple[int, ...]) -> str:
-    return ".".join(map(str, path))
