@@ -20,7 +20,7 @@ from pion_patches.attention import (
 from pion_patches.prefix_cache import PatchNotInstalled, PrefixNotHeld, make_pion_prompt_cache
 from pion_patches.prefix_entry import CannotSplit, PrefixMismatch
 from pion_patches.seam_report import SeamReport, seam_report
-from pion_patches.split_cache import PrefixTrimError
+from pion_patches.split_cache import PrefixTrimError, plain_prompt_cache
 
 __all__ = [
     "CannotSplit",
@@ -36,6 +36,7 @@ __all__ = [
     "make_pion_prompt_cache",
     "pion_attention_patch",
     "pion_scaled_dot_product_attention",
+    "plain_prompt_cache",
     "seam_report",
     "uninstall_pion_attention_patch",
 ]

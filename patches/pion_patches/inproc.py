@@ -33,20 +33,25 @@ class InprocStats:
     refused: int
 
 
+def _key(namespace: str | bytes) -> bytes:
+    return namespace.encode() if isinstance(namespace, str) else bytes(namespace)
+
+
 class InprocStore:
     """Prefix entries by namespace; the least recently used leave first. Safe to share by threads.
 
-    Evicting an entry takes nothing from requests that opened it: their caches hold its rows.
+    A namespace may be given as text or as its UTF-8 bytes; both mean the same entry. Evicting an
+    entry takes nothing from requests that opened it: their caches hold its rows.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET) -> None:
         self.budget_bytes = budget_bytes
-        self._entries: OrderedDict[str, PrefixEntry] = OrderedDict()
+        self._entries: OrderedDict[bytes, PrefixEntry] = OrderedDict()
         self._nbytes = 0
         self._hits = self._misses = self._evicted = self._refused = 0
         self._lock = threading.Lock()
 
-    def hold(self, namespace: str, entry: PrefixEntry) -> bool:
+    def hold(self, namespace: str | bytes, entry: PrefixEntry) -> bool:
         """Keep ``entry``, making room for it; False where the lane is off or it can never fit.
 
         An entry larger than the whole budget is refused and evicts nothing.
@@ -57,31 +62,31 @@ class InprocStore:
             if entry.nbytes > self.budget_bytes:
                 self._refused += 1
                 return False
-            self._remove(namespace)
+            self._remove(_key(namespace))
             for dead in [n for n, e in self._entries.items() if e.model() is None]:
                 self._remove(dead)
             while self._nbytes + entry.nbytes > self.budget_bytes:
                 self._remove(next(iter(self._entries)))
                 self._evicted += 1
-            self._entries[namespace] = entry
+            self._entries[_key(namespace)] = entry
             self._nbytes += entry.nbytes
         return True
 
-    def get(self, namespace: str) -> PrefixEntry | None:
+    def get(self, namespace: str | bytes) -> PrefixEntry | None:
         """The entry of ``namespace``, now the most recently used, or None."""
         with self._lock:
-            entry = None if lane_is_off() else self._entries.get(namespace)
+            entry = None if lane_is_off() else self._entries.get(_key(namespace))
             if entry is None:
                 self._misses += 1
             else:
                 self._hits += 1
-                self._entries.move_to_end(namespace)
+                self._entries.move_to_end(_key(namespace))
         return entry
 
-    def drop(self, namespace: str) -> bool:
+    def drop(self, namespace: str | bytes) -> bool:
         """Forget ``namespace``; say whether it was held."""
         with self._lock:
-            return self._remove(namespace)
+            return self._remove(_key(namespace))
 
     def clear(self) -> None:
         with self._lock:
@@ -100,10 +105,10 @@ class InprocStore:
                 refused=self._refused,
             )
 
-    def __setitem__(self, namespace: str, entry: PrefixEntry) -> None:
+    def __setitem__(self, namespace: str | bytes, entry: PrefixEntry) -> None:
         self.hold(namespace, entry)
 
-    def __getitem__(self, namespace: str) -> PrefixEntry:
+    def __getitem__(self, namespace: str | bytes) -> PrefixEntry:
         entry = self.get(namespace)
         if entry is None:
             raise KeyError(namespace)
@@ -111,15 +116,17 @@ class InprocStore:
 
     def __contains__(self, namespace: object) -> bool:
         """Whether it is held; asking does not count as a use."""
+        if not isinstance(namespace, str | bytes) or lane_is_off():
+            return False
         with self._lock:
-            return namespace in self._entries and not lane_is_off()
+            return _key(namespace) in self._entries
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._entries)
 
-    def _remove(self, namespace: str) -> bool:
-        entry = self._entries.pop(namespace, None)
+    def _remove(self, key: bytes) -> bool:
+        entry = self._entries.pop(key, None)
         if entry is None:
             return False
         self._nbytes -= entry.nbytes

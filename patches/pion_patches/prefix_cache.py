@@ -21,7 +21,7 @@ class PrefixNotHeld(LookupError):
 
 def make_pion_prompt_cache(
     model: Any,
-    namespace: str,
+    namespace: str | bytes,
     prompt_cache: Any,
     prefix_len: int,
     sparse_full_layers: Sequence[int] | None = None,
@@ -58,7 +58,7 @@ def make_pion_prompt_cache(
     return entry.open()
 
 
-def _find_entry(namespace: str, prompt_cache: Any) -> PrefixEntry:
+def _find_entry(namespace: str | bytes, prompt_cache: Any) -> PrefixEntry:
     store = getattr(prompt_cache, "_mlx_prefix_kv", None)
     if store is None:
         raise TypeError(f"{type(prompt_cache).__name__} keeps no prefixes in process")

@@ -112,8 +112,10 @@ def capture_prefix(model: Any, prompt_cache: Sequence[Any], tokens: int) -> Pref
     """Hold ``prompt_cache``, filled by ``model`` with exactly ``tokens`` tokens, as a prefix.
 
     Rows are copied out of the caches' padded buffers and evaluated, so any thread may use them and
-    the caches stay the caller's. Raises `CannotSplit` for a cache class that cannot be split,
-    `PrefixMismatch` for a cache that holds another number of tokens or none at all.
+    the caches stay the caller's. A cache that is itself split becomes a longer prefix.
+
+    Raises `CannotSplit` for a cache class that cannot be split, `PrefixMismatch` for a cache that
+    holds another number of tokens or none at all.
     """
     try:
         slots = tuple(_capture_slot(one, tokens) for one in prompt_cache)
@@ -134,6 +136,8 @@ def model_name(model: Any) -> str:
 
 
 def _capture_slot(one: Any, tokens: int) -> Slot:
+    if isinstance(one, SplitKVCache | SplitWindowCache):
+        one = one.to_plain()
     kind = type(one)
     if kind is _cache.CacheList:
         return SlotList(tuple(_capture_slot(inner, tokens) for inner in one.caches))

@@ -7,6 +7,8 @@ through the patched attention function (see `attention`), since what it hands ou
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +105,17 @@ class SplitCache:
     def _count_attend(self) -> None:
         self.attended += 1
 
+    def _all_rows(self) -> tuple[mx.array, mx.array]:
+        """Prefix and own rows joined: a copy of both, the prefix once for each of the batch."""
+        shared: tuple[mx.array, mx.array] = (self.prefix.keys, self.prefix.values)
+        if not self.suffix.offset:
+            return shared
+        keys, values = (
+            mx.concatenate([mx.broadcast_to(rows, (own.shape[0], *rows.shape[1:])), own], axis=2)
+            for rows, own in zip(shared, self._own_rows(), strict=True)
+        )
+        return keys, values
+
     def _own_rows(self) -> tuple[mx.array, mx.array]:
         # Named attributes: `state` and `keys_and_values` differ between mlx-lm 0.31 and 0.32.
         end = self.suffix.offset
@@ -131,6 +144,12 @@ class SplitKVCache(SplitCache):
 
     def keys_and_values(self) -> tuple[Rows, Rows]:
         return self._join(self.prefix.start, 0)
+
+    def to_plain(self) -> Any:
+        """An ordinary ``KVCache`` with the same rows, to save, quantise or batch."""
+        plain = _cache.KVCache()
+        plain.update_and_fetch(*self._all_rows())
+        return plain
 
     def make_mask(
         self,
@@ -176,6 +195,18 @@ class SplitWindowCache(SplitCache):
         oldest = self._oldest_seen(self.offset - self._last_rows)
         own_start = self.prefix.end + self._dropped
         return self._join(max(oldest, self.prefix.start), max(0, oldest - own_start))
+
+    def to_plain(self) -> Any:
+        """An ordinary ``RotatingKVCache`` that the same tokens are in sight of."""
+        keys, values = self._all_rows()
+        if self._dropped:  # then the rows kept of the prefix are long out of sight
+            keys, values = self._own_rows()
+        kept = min(self.offset, self.window - 1)
+        skip = keys.shape[2] - kept
+        plain = _cache.RotatingKVCache(max_size=self.window)
+        plain.keys, plain.values = keys[..., skip:, :], values[..., skip:, :]
+        plain.offset, plain._idx = self.offset, kept
+        return plain
 
     def make_mask(
         self,
@@ -228,3 +259,16 @@ class SplitWindowCache(SplitCache):
         self.suffix = _cache.KVCache()
         if keep:
             self.suffix.update_and_fetch(keys[..., -keep:, :], values[..., -keep:, :])
+
+
+def plain_prompt_cache(prompt_cache: Sequence[Any]) -> list[Any]:
+    """Ordinary mlx-lm caches with what split ones hold, and copies of the others."""
+    return [_plain(one) for one in prompt_cache]
+
+
+def _plain(one: Any) -> Any:
+    if isinstance(one, SplitKVCache | SplitWindowCache):
+        return one.to_plain()
+    if type(one) is _cache.CacheList:
+        return _cache.CacheList(*(_plain(inner) for inner in one.caches))
+    return copy.deepcopy(one)
