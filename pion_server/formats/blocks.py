@@ -89,9 +89,7 @@ class BlockFormat(RowFormat):
 
     def _encode_rows(self, values: F32Array, stored: U8Array, scratch: Scratch) -> None:
         rows = stored.view(self._layout)[:, 0]
-        scales, codes = self._encode_blocks(values, rows, scratch)
-        levels = scratch.array("blocks", codes.shape, np.float32)
-        self._read_levels(codes, levels)
+        scales, levels = self._encode_blocks(values, rows, scratch)
         squares = np.einsum("ij,ij->i", levels, levels).astype(np.float64)
         squares *= scales.astype(np.float64) ** 2
         norms = squares.reshape(len(values), -1).sum(axis=1)
@@ -99,8 +97,8 @@ class BlockFormat(RowFormat):
 
     def _encode_blocks(
         self, values: F32Array, rows: RowRecords, scratch: Scratch
-    ) -> tuple[F32Array, U8Array]:
-        """Fill `rows["blocks"]`; return each block's unrounded scale and codes `[n, 32]`."""
+    ) -> tuple[F32Array, F32Array]:
+        """Fill `rows["blocks"]`; return each block's unrounded scale and levels `[n, 32]`."""
         blocks, peaks = bound_blocks(values.reshape(-1, BLOCK), scratch)
         scales: F32Array = peaks / np.float32(self.full_scale)
         scales[scales == 0] = self.zero_scale
@@ -112,7 +110,7 @@ class BlockFormat(RowFormat):
         packed = self._pack_codes(codes, scratch).view(f"V{self.code_bytes}")
         rows["blocks"]["scale"] = s16.reshape(len(values), -1)
         rows["blocks"]["codes"] = packed.reshape(len(values), -1)
-        return scales, codes
+        return scales, scaled
 
     def _decode_rows(self, stored: U8Array, values: F32Array, scratch: Scratch) -> None:
         self._decode_blocks(stored.view(self._layout)[:, 0], values, scratch)
@@ -129,7 +127,10 @@ class BlockFormat(RowFormat):
 
     @abc.abstractmethod
     def _choose_codes(self, scaled: F32Array, codes: U8Array, scratch: Scratch) -> None:
-        """Fill `codes`, one a byte, for finite `v / s16` `[n, 32]`, which may be overwritten."""
+        """Fill `codes`, one a byte, for finite `scaled` = v / s16 `[n, 32]`.
+
+        Leaves in `scaled` what each code stands for in units of the scale, up to its sign.
+        """
 
     @abc.abstractmethod
     def _read_levels(self, codes: U8Array, levels: F32Array) -> None:

@@ -56,7 +56,9 @@ def widen_bf16(words: U16Array, values: F32Array) -> None:
 
 
 def narrow_to_e4m3(values: F32Array, codes: U8Array, scratch: Scratch) -> None:
-    """Finite f32 to E4M3FN bytes; beyond ±448 saturates, -0.0 keeps its sign. Overwrites `values`.
+    """Finite f32 to E4M3FN bytes; beyond ±448 saturates, -0.0 keeps its sign.
+
+    Leaves in `values` the magnitudes that the bytes stand for.
 
     Adding 2^(e+20) to a magnitude in [2^e, 2^(e+1)) leaves a sum whose last bit is worth 2^(e-3):
     the adder itself rounds to 3 bits of mantissa, and the sum's low byte is the multiple k of
@@ -77,8 +79,9 @@ def narrow_to_e4m3(values: F32Array, codes: U8Array, scratch: Scratch) -> None:
     values += words.view(np.float32)
     np.copyto(narrow, sums, casting="unsafe")
     codes |= narrow
-    # The sum's upper 12 bits are 8·(e + 20 + 127), still 8·141 too many: 104 modulo 256.
-    np.right_shift(sums, 20, out=words)
+    values -= words.view(np.float32)
+    # The upper 12 bits of 2^(e+20) are 8·(e + 20 + 127), 8·141 too many: 104 modulo 256.
+    words >>= 20
     np.copyto(narrow, words, casting="unsafe")
     narrow -= 104
     codes += narrow

@@ -32,7 +32,10 @@ class Turbo2(BlockFormat):
         scaled += 1.5
         round_half_away(scaled, scratch)
         np.clip(scaled, 0.0, 3.0, out=scaled)
+        np.trunc(scaled, out=scaled)
         np.copyto(codes, scaled, casting="unsafe")
+        scaled *= 2.0
+        scaled -= 3.0
 
     def _read_levels(self, codes: U8Array, levels: F32Array) -> None:
         np.copyto(levels, codes)

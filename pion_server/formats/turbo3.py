@@ -31,6 +31,7 @@ class Turbo3(BlockFormat):
     def _choose_codes(self, scaled: F32Array, codes: U8Array, scratch: Scratch) -> None:
         round_half_away(scaled, scratch)
         np.clip(scaled, -4.0, 3.0, out=scaled)
+        np.trunc(scaled, out=scaled)
         signed = codes.view(np.int8)
         np.copyto(signed, scaled, casting="unsafe")
         signed += 4

@@ -30,6 +30,7 @@ class Turbo4(BlockFormat):
         round_half_away(scaled, scratch)
         # Clamped first: a number far outside would not survive the conversion to a byte.
         np.clip(scaled, -8.0, 7.0, out=scaled)
+        np.trunc(scaled, out=scaled)
         signed = codes.view(np.int8)
         np.copyto(signed, scaled, casting="unsafe")
         signed += 8
