@@ -18,10 +18,11 @@ from types import TracebackType
 from typing import Any, Final
 
 from mlx_lm.models.cache import make_prompt_cache
-from pion_patches.attention import is_installed
 
+from pion_patches.attention import is_installed
 from pion_patches.cache_rebuild import (
     CacheImage,
+    RebuildError,
     UnsupportedCache,
     dismantle,
     rebuild,
@@ -210,6 +211,9 @@ class PionPromptCache:
             return None
         except TransportError:
             self._tally.add_miss("unavailable")
+            return None
+        except RebuildError:
+            self._tally.add_miss("rebuild")
             return None
         except Exception as error:
             self._tally.add_miss("error")

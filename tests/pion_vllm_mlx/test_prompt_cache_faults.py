@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import threading
 import time
@@ -152,10 +153,8 @@ def test_a_wrong_answer_to_a_read_is_a_miss(filled: MiniServer, command: str, wr
         assert later.stats()["hits"] >= 1
 
 
-@pytest.mark.parametrize(
-    "command", ["KV.PREFIX.META", "KV.PREFIX.REGISTER", "V.STOREBATCH", "KV.PREFIX.LOOKUP"]
-)
-@pytest.mark.parametrize("wrong", WRONG_ANSWERS)
+@pytest.mark.parametrize("command", ["KV.PREFIX.REGISTER", "V.STOREBATCH", "KV.PREFIX.META"])
+@pytest.mark.parametrize("wrong", ["half a reply", "an error", "null", "a status", "nonsense"])
 def test_a_refused_store_is_a_cold_answer_and_leaves_nothing_visible(
     command: str, wrong: str
 ) -> None:
@@ -163,7 +162,7 @@ def test_a_refused_store_is_a_cold_answer_and_leaves_nothing_visible(
     with MiniServer(interfere(command.encode(), WRONG_ANSWERS[wrong])) as server:
         with client(server.port) as pc:
             assert answer_of(pc) == COLD
-        if command in ("KV.PREFIX.REGISTER", "V.STOREBATCH"):
+        if command != "KV.PREFIX.META":
             assert server.manifests == {}
         server.meddle = None
         with client(server.port) as later:
@@ -364,7 +363,6 @@ def test_an_interrupted_call_leaves_no_reply_behind(filled: MiniServer) -> None:
     other = list(reversed(PREFIX))
     with client(filled.port) as pc:
         pc.get_or_prefill(other, "other")
-        import signal
 
         def alarm(signum: int, frame: object) -> None:
             raise Cancelled
