@@ -275,7 +275,7 @@ def give_chunk(template: Any, leaf: Leaf, tokens: int, room: int) -> Any:
     made.start_position = integer(leaf.meta, "start", 0, tokens)
     rows = integer(leaf.meta, "rows", tokens - made.start_position, tokens - made.start_position)
     length = integer(leaf.meta, "buffer", rows, rows + 2 * _STEP)
-    return _fill(made, leaf, tokens, lambda _: length)
+    return _fill(made, leaf, tokens, lambda _: length if room else rows)
 
 
 _CLASSES: Sequence[tuple[str, str, Any, Any, Any]] = (

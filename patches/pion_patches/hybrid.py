@@ -65,7 +65,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """All leaves of an image. `keys`, `values`: row layout by rank, None where there are no rows."""
+    """All leaves of an image. `keys`, `values`: row layouts by rank, None for a side without."""
 
     lanes: tuple[Lane, ...]
     keys: tuple[RowLayout | None, ...]
