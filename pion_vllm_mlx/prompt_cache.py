@@ -27,6 +27,7 @@ from pion_patches.cache_rebuild import (
     dismantle,
     rebuild,
 )
+from pion_patches.hybrid import classify
 from pion_patches.inproc import InprocStore, lane_is_off
 from pion_patches.prefix_entry import CannotSplit, capture_prefix
 from pion_vllm_mlx.arguments import check_ids, check_namespace, vocab_size_of
@@ -109,7 +110,7 @@ class PionPromptCache:
         #: Split prefixes for `make_pion_prompt_cache`, by namespace.
         self._mlx_prefix_kv = InprocStore()
         self._split_keys: dict[str, tuple[tuple[int, ...], str]] = {}
-        dismantle(self._template(), 0)
+        classify(self._template())
         self.fingerprint()
 
     def get_or_prefill(
@@ -131,7 +132,7 @@ class PionPromptCache:
         """
         ids = check_ids(prefix_ids, self._vocab_size)
         name = check_namespace(namespace)
-        dismantle(self._template(), 0)
+        classify(self._template())
         if not ids:
             self._tally.add_miss("empty")
             return self._template()

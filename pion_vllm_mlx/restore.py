@@ -13,8 +13,8 @@ from typing import Final
 import mlx.core as mx
 import xxhash
 
-from pion_patches.cache_rebuild import CacheImage, Leaf, RowPiece
-from pion_vllm_mlx.blobs import BlobError, unpack_arrays
+from pion_patches.cache_rebuild import CacheImage, Leaf, RebuildError, RowPiece
+from pion_patches.containers import unpack_arrays
 from pion_vllm_mlx.manifest import (
     Blob,
     LeafEntry,
@@ -110,7 +110,7 @@ def fetch_prefix(lane: Lane, namespace: bytes, found: Found, first_byte: float) 
     arrived = _Arrived()
     for read, reply in zip(reads, replies[1:-1], strict=True):
         arrived.take(read, reply)
-    return Restored(CacheImage(len(manifest.ids), arrived.leaves(manifest.leaves)), nbytes)
+    return Restored(arrived.image(manifest), nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +187,19 @@ class _Arrived:
             raise Miss("checksum", f"state of layer {blob.layer}")
         self._blobs[blob.layer] = reply
 
-    def leaves(self, entries: Iterable[LeafEntry]) -> tuple[Leaf, ...]:
-        """The image's leaves, once everything was taken."""
+    def image(self, manifest: Manifest) -> CacheImage:
+        """The cache image, once everything was taken."""
+        tokens = len(manifest.ids)
         try:
-            return tuple(self._leaf(entry) for entry in entries)
-        except (BlobError, ValueError) as error:
-            raise Miss("manifest", str(error)) from error
+            leaves = tuple(self._leaf(entry, tokens) for entry in manifest.leaves)
+        except (RebuildError, ValueError) as error:
+            raise Miss("rebuild", str(error)) from error
+        return CacheImage(tokens, leaves)
 
-    def _leaf(self, entry: LeafEntry) -> Leaf:
+    def _leaf(self, entry: LeafEntry, tokens: int) -> Leaf:
         arrays: tuple[mx.array | None, ...] = ()
         if entry.blob is not None:
-            arrays = unpack_arrays(entry.kind, self._blobs[entry.blob.layer])
+            arrays = unpack_arrays(entry.kind, self._blobs[entry.blob.layer], tokens)
         keys, values = self._piece("keys", entry.keys), self._piece("values", entry.values)
         return Leaf(entry.path, entry.kind, dict(entry.meta), keys, values, arrays)
 

@@ -14,15 +14,15 @@ from typing import Final
 import xxhash
 
 from pion_patches.cache_rebuild import CacheImage, RowPiece
+from pion_patches.containers import pack_arrays
+from pion_patches.hybrid import fit_to_store
 from pion_server.formats import Format
-from pion_vllm_mlx.blobs import pack_arrays
 from pion_vllm_mlx.manifest import Blob, LeafEntry, Manifest, ManifestError, Rows, write_manifest
 from pion_vllm_mlx.pieces import pack_piece, row_format
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Command, Lane, Patience, ProtocolError, ServerError
 
 ROWS_A_COMMAND: Final = 4096
-_MOST_LAYERS: Final = 256
 #: A fill opens with one small record in the log, behind the writes of others at most.
 _SHORT: Final = Patience(first_byte=2, stall=2, total=5)
 #: Bytes a second that a server, its disk and the way there manage even on a bad day.
@@ -84,9 +84,8 @@ def pack_prefix(
     prefill_step: int,
 ) -> Shipment:
     """Encode a cache image for the server. Raises Unstorable where it has no place for it."""
+    image = fit_to_store(image)
     layers = sum(1 for leaf in image.leaves if leaf.keys is not None or leaf.values is not None)
-    if layers > _MOST_LAYERS:
-        raise Unstorable(f"{layers} attention layers, the server holds {_MOST_LAYERS}")
     pieces: list[Piece] = []
     blobs: list[tuple[int, bytes]] = []
     entries = []
@@ -101,7 +100,7 @@ def pack_prefix(
         layer += leaf.keys is not None or leaf.values is not None
         blob = None
         if leaf.arrays:
-            data = pack_arrays(leaf.kind, leaf.arrays)
+            data = pack_arrays(leaf.kind, leaf.arrays, image.tokens)
             blobs.append((index, data))
             blob = Blob(index, len(data), xxhash.xxh3_64_hexdigest(data))
         entries.append(LeafEntry(leaf.path, leaf.kind, leaf.meta, **sides, blob=blob))
