@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pion_patches.cache_rebuild import UnsupportedCache
-
     from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
     from pion_vllm_mlx.prefill import require_suffix
     from pion_vllm_mlx.prompt_cache import PionPromptCache
