@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import resource
 import sys
+from typing import TextIO
 
 _PROC_PIDTASKINFO = 4
 
@@ -45,3 +47,30 @@ def raise_file_limit(wanted: int) -> None:
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and limit > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+class LossyStream(io.TextIOBase):
+    """Text output that may vanish: a reader that has gone away must not stop a server."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def keep_talking() -> None:
+    """From now on a closed stdout or stderr is no error."""
+    sys.stdout = LossyStream(sys.stdout)
+    sys.stderr = LossyStream(sys.stderr)

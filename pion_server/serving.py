@@ -17,7 +17,7 @@ from pion_server.commands.dispatch import Dispatcher
 from pion_server.config import Config, resolve
 from pion_server.flags import ConfigError
 from pion_server.housekeeping import start_housekeeping
-from pion_server.process import raise_file_limit
+from pion_server.process import keep_talking, raise_file_limit
 from pion_server.state import ServerState, open_state
 from pion_server.status import CrashLog, StatusFile
 from pion_server.store.checking import check_directory
@@ -58,6 +58,7 @@ def _check(config: Config) -> int:
 
 def _serve(config: Config) -> int:
     os.umask(0o077)
+    keep_talking()
     for notice in config.notices:
         print(f"pion-server: {notice}", file=sys.stderr)
     raise_file_limit(config.max_clients + _SPARE_FILES)

@@ -200,11 +200,13 @@ def _set_info(connection: Connection, rest: Args) -> str:
 def _describe(connection: Connection) -> str:
     """One line of CLIENT LIST, in Redis' words."""
     now = time.monotonic()
+    waiting = connection.queued_bytes
     return (
         f"id={connection.id} addr={connection.address} laddr={connection.local_address} "
         f"name={connection.name} age={int(now - connection.opened_at)} "
-        f"idle={int(now - connection.last_command_at)} flags=N db=0 sub=0 psub=0 multi=-1 "
-        f"cmd={connection.last_command.lower()} user={connection.user} "
-        f"lib-name={connection.library} lib-ver={connection.library_version} "
-        f"resp={connection.protocol}"
+        f"idle={int(now - connection.last_command_at)} flags=N db=0 sub=0 psub=0 ssub=0 multi=-1 "
+        f"qbuf=0 qbuf-free=0 argv-mem=0 obl=0 oll={int(waiting > 0)} omem={waiting} "
+        f"tot-mem={waiting} events=r cmd={connection.last_command.lower()} user={connection.user} "
+        f"redir=-1 resp={connection.protocol} lib-name={connection.library} "
+        f"lib-ver={connection.library_version}"
     )

@@ -175,6 +175,7 @@ class Channel:
             self._ending = done = True
         except OSError:
             return self.close()
+        self.connection.queued_bytes = self.outbox.held
         if not done and self.outbox.held > self._server.output_limit:
             _complain(self.connection, f"never reads: {self.outbox.held} reply bytes dropped")
             self._server.slow_readers_dropped += 1

@@ -26,6 +26,8 @@ class Connection:
     last_command_at: float = field(default_factory=time.monotonic)
     # Set by a command (QUIT): close once its reply, if any, is sent; execute nothing more.
     closing: bool = False
+    # Reply bytes in memory that the client has not taken yet, as of the last attempt.
+    queued_bytes: int = 0
     # Called once each, when the connection is gone: an open fill ends with its owner.
     on_close: list[Callable[[], None]] = field(default_factory=list)
 

@@ -180,3 +180,23 @@ def test_the_password_may_come_from_the_environment(
     client = server().client()
     assert client.error("PING").startswith("NOAUTH")
     assert client.call("AUTH", "from-env") == "OK"
+
+
+def test_a_reader_of_its_output_may_go_away(tmp_path: Path) -> None:
+    """A supervisor that closes both pipes must not stop the server, nor spoil its exit status."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "pion_server", "-p", "0", "--dir", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        ready = next(line for line in process.stdout if "ready on" in line)
+        process.stdout.close()
+        process.stderr.close()
+        port = int(ready.split(" ready on ")[1].split()[0].rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"SHUTDOWN\r\n")
+            assert client.recv(1) == b""
+        assert process.wait(30) == 0
