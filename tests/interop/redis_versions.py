@@ -24,10 +24,11 @@ PASSWORD = "s3cret"
 # Run by each version; argv: port, password or "".
 CLIENT = """
 import asyncio, sys
-import redis, redis.asyncio
+import redis, redis.asyncio, redis.backoff, redis.retry
 
 port, password = int(sys.argv[1]), sys.argv[2] or None
 rows = bytes(range(256)) * 8
+once = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
 
 
 def check(what, got, expected):
@@ -63,13 +64,13 @@ def use(**options):
     r.close()
     for wrong in ({"password": "wrong"}, {"username": "u", "password": "wrong"}):
         try:
-            redis.Redis(port=port, **wrong, **options).ping()
+            redis.Redis(port=port, retry=once, **wrong, **options).ping()
         except redis.AuthenticationError:
             continue
         sys.exit(f"{wrong} was let in")
     if password is not None:
         try:
-            redis.Redis(port=port, **options).ping()
+            redis.Redis(port=port, retry=once, **options).ping()
         except redis.AuthenticationError:
             return
         sys.exit("no password was asked for")

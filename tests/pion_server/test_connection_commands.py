@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 if TYPE_CHECKING:
     from tests.conftest import RawClient, ServerProcess
@@ -253,8 +255,9 @@ def test_redis_py_connects_with_its_default_handshake(
     running: ServerProcess, locked: ServerProcess, protocol: int | None
 ) -> None:
     """H03, for the installed version; tests/interop covers the older ones."""
-    options = {} if protocol is None else {"protocol": protocol}
-    with redis.Redis(port=running.port, **options) as plain:  # type: ignore[arg-type]
+    options: dict[str, Any] = {} if protocol is None else {"protocol": protocol}
+    once = Retry(NoBackoff(), 0)
+    with redis.Redis(port=running.port, **options) as plain:
         assert plain.ping() is True
         assert plain.echo("é") == "é".encode()
         assert plain.client_id() > 0
@@ -266,18 +269,18 @@ def test_redis_py_connects_with_its_default_handshake(
     with redis.Redis(
         port=locked.port,
         password=PASSWORD,
-        **options,  # type: ignore[arg-type]
+        **options,
     ) as known:
         assert known.ping() is True
         known.client_setname("named")
         assert known.client_getname() in ("named", b"named")
     with (
-        redis.Redis(port=locked.port, **options) as unknown,  # type: ignore[arg-type]
+        redis.Redis(port=locked.port, retry=once, **options) as unknown,
         pytest.raises(redis.AuthenticationError),
     ):
         unknown.ping()
     with (
-        redis.Redis(port=locked.port, password="no", **options) as wrong,  # type: ignore[arg-type]
+        redis.Redis(port=locked.port, password="no", retry=once, **options) as wrong,
         pytest.raises(redis.AuthenticationError),
     ):
         wrong.ping()
