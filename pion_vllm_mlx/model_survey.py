@@ -105,6 +105,10 @@ class Glance:
         self._model = weakref.ref(model)
         self._arrays = [weakref.ref(array) for array in arrays]
 
+    def arrays(self) -> list[mx.array]:
+        """The arrays that are still alive."""
+        return [array for ref in self._arrays if (array := ref()) is not None]
+
     def still_shows(self, model: Module) -> bool:
         """Whether this very model holds the same array objects and equal plain values."""
         arrays, plain = _glance_at(model)
@@ -147,9 +151,10 @@ def tensor_bytes(array: mx.array) -> memoryview:
     """The bytes of an array in row-major order, as a flat view (bf16 included); evaluates it."""
     if array.size == 0:
         return memoryview(b"")
-    flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
-    mx.eval(flat)
-    return memoryview(cast(Any, flat))  # the buffer protocol is missing in MLX's type stubs
+    view = memoryview(cast(Any, array))  # the buffer protocol is missing in MLX's type stubs
+    if not view.c_contiguous:
+        view = memoryview(cast(Any, mx.contiguous(array)))
+    return view.cast("B")
 
 
 def shape_of(array: mx.array) -> str:

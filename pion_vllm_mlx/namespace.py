@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,8 +28,8 @@ from pion_vllm_mlx.model_survey import (
     tensor_bytes,
 )
 
-#: Hashing this much costs a few milliseconds, less than it is worth to rely on array identity.
-_ALWAYS_HASHED: Final = 32 << 20
+#: Hashing this much costs a millisecond, less than it is worth to rely on array identity.
+_ALWAYS_HASHED: Final = 8 << 20
 _PROBE: Final = 64
 
 
@@ -51,7 +52,14 @@ def make_namespace(*parts: object) -> str:
 @dataclass(frozen=True, slots=True)
 class _Known:
     glance: Glance
+    content: str | None
     fingerprint: str
+
+    def still_holds(self, model: Module) -> bool:
+        """Whether the model is the same: its parts, and in a small one its weights, by content."""
+        return self.glance.still_shows(model) and (
+            self.content is None or self.content == _content(self.glance.arrays())
+        )
 
 
 _known: dict[int, _Known] = {}
@@ -65,7 +73,7 @@ def model_fingerprint(model: Module, source: str | Path | None = None) -> str:
     of the bytes of every tensor, adapters and private tables included.
 
     The answer is remembered for the model object as long as it holds the very same arrays.
-    Models under 32 MB are hashed anew each time; in a larger one a weight written *in place*
+    Models of up to 8 MB are hashed anew each time; in a larger one a weight written *in place*
     (`weight[0] = x`) goes unseen: call `forget_fingerprint(model)` after such a write.
 
     `source`: the folder or file the weights were loaded from. Then the answer is also kept in
@@ -73,14 +81,15 @@ def model_fingerprint(model: Module, source: str | Path | None = None) -> str:
     every tensor, so that the next process does not read gigabytes again.
     """
     known = _known.get(id(model))
-    if known is not None and known.glance.still_shows(model):
+    if known is not None and known.still_holds(model):
         return known.fingerprint
     survey = survey_model(model)
-    if survey.nbytes <= _ALWAYS_HASHED:
-        return _fingerprint(survey)
-    fingerprint = _hash_model(survey, source)
+    small = survey.nbytes <= _ALWAYS_HASHED
+    fingerprint = _hash_model(survey, None if small else source)
+    glance = Glance(model)
+    content = _content(glance.arrays()) if small else None
     weakref.finalize(model, _known.pop, id(model), None).atexit = False
-    _known[id(model)] = _Known(Glance(model), fingerprint)
+    _known[id(model)] = _Known(glance, content, fingerprint)
     return fingerprint
 
 
@@ -113,6 +122,14 @@ def _fingerprint(survey: Survey) -> str:
         content = xxhash.xxh3_128_hexdigest(tensor_bytes(array))
         digest.update(netstrings(("tensor", path, shape_of(array), content)))
     return digest.hexdigest()
+
+
+def _content(arrays: Iterable[mx.array]) -> str:
+    """One hash of the bytes of all arrays, in their order."""
+    hasher = xxhash.xxh3_128()
+    for array in arrays:
+        hasher.update(tensor_bytes(array))
+    return hasher.hexdigest()
 
 
 def _probe(array: mx.array) -> str:

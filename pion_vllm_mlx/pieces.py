@@ -31,7 +31,7 @@ def row_format(store: str, layout: RowLayout) -> Format:
         if fmt.packed_row_bytes != layout.row_bytes:
             raise ValueError(f"rows of {layout.row_bytes} bytes are not {fmt!r}")
         return fmt
-    if layout.fmt != "dense" or layout.dtypes[0] not in _INPUT:
+    if layout.fmt != "dense" or layout.dtypes[0] not in _INPUT or store == "raw":
         raise ValueError(f"{layout.fmt} rows cannot be stored as {store}")
     return make_format(store, layout.widths[0])
 
@@ -65,12 +65,13 @@ class Landing:
         self._bytes: mx.array | None = None
         self.view: memoryview | None = None
 
-    def open(self) -> memoryview:
-        """Allocate, now that the server has announced the right number of bytes."""
-        self._bytes = mx.zeros((self.nbytes,), dtype=mx.uint8)
-        mx.eval(self._bytes)
-        self.view = memoryview(cast(Any, self._bytes))
-        return self.view
+    @staticmethod
+    def open(landings: Sequence[Landing]) -> None:
+        """Allocate the memory of several pieces at once."""
+        arrays = [mx.zeros((landing.nbytes,), dtype=mx.uint8) for landing in landings]
+        mx.eval(arrays)
+        for landing, array in zip(landings, arrays, strict=True):
+            landing._bytes, landing.view = array, memoryview(cast(Any, array))
 
     def is_intact(self) -> bool:
         """Whether what arrived has the checksum it was stored with."""
@@ -101,10 +102,17 @@ class Landing:
 
 
 def places_of(landings: Sequence[Landing]) -> Callable[[int, int], memoryview | None]:
-    """Where each bulk of a reply goes, in order; one of another length gets no place."""
+    """Where each bulk of a reply goes, in order; one of another length gets no place.
+
+    Memory is taken when the first bulk announces the right length: a manifest alone, whatever
+    it claims, costs none.
+    """
 
     def place(index: int, nbytes: int) -> memoryview | None:
-        fits = index < len(landings) and landings[index].nbytes == nbytes
-        return landings[index].open() if fits else None
+        if index >= len(landings) or landings[index].nbytes != nbytes:
+            return None
+        if landings[index].view is None:
+            Landing.open(landings)
+        return landings[index].view
 
     return place
