@@ -22,7 +22,6 @@ from pion_server.commands.registry import (
     Args,
     Command,
     Context,
-    Flag,
     Positions,
     find_command,
 )
@@ -33,6 +32,7 @@ from pion_server.wire.connection import Connection
 from pion_server.wire.replies import NO_REPLY
 
 _THREADS = 4
+_UNFINISHED = (Offload, CoroutineType)
 # An HTTP request a browser was tricked into sending: answering it would run what follows.
 _HTTP = frozenset({b"POST", b"HOST:"})
 
@@ -87,13 +87,13 @@ class Dispatcher:
                 if not connection.authenticated:
                     raise AuthRequired("Authentication required.")
                 raise CommandError(f"unknown command '{printable(name, 128)}'")
-            if not (connection.authenticated or Flag.NOAUTH in command.flags):
+            if not (connection.authenticated or command.open_to_all):
                 raise AuthRequired("Authentication required.")
             _check_arity(command, len(args))
             _check_names(command, command.names, args, "namespace", NAMESPACE_LIMIT)
             _check_names(command, command.sids, args, "sid", SID_LIMIT)
             result = self._run(command, self._contexts[connection.id], args)
-            if Flag.WRITE in command.flags and self.state.config.fsync == "always":
+            if command.writes and self.state.config.fsync == "always":
                 return self._commit(command, result)
             return result
         except Exception as error:
@@ -102,7 +102,7 @@ class Dispatcher:
     def _run(
         self, command: Command, ctx: Context, args: Args
     ) -> object | Coroutine[Any, Any, object]:
-        if Flag.WRITE not in command.flags:
+        if not command.writes:
             result = command.handler(ctx, args)
             return self._finish(command, result) if _is_unfinished(result) else result
         lock = self.state.writer_lock
@@ -161,7 +161,7 @@ class Dispatcher:
 
 
 def _is_unfinished(result: object) -> bool:
-    return isinstance(result, Offload | CoroutineType)
+    return isinstance(result, _UNFINISHED)
 
 
 def _check_arity(command: Command, count: int) -> None:

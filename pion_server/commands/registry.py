@@ -77,6 +77,9 @@ class Command:
     flags: Flag
     names: Positions
     sids: Positions
+    # `flags` again, for the hot path: asking an enum is slower than the rest of a PING.
+    writes: bool
+    open_to_all: bool
 
     @property
     def dotted(self) -> bool:
@@ -123,6 +126,8 @@ def command(
             flags=flags,
             names=names,
             sids=sids,
+            writes=Flag.WRITE in flags,
+            open_to_all=Flag.NOAUTH in flags,
         )
         return handler
 
@@ -131,4 +136,4 @@ def command(
 
 def find_command(name: Buffer) -> Command | None:
     """The command of that name in any case, or None."""
-    return COMMANDS.get(bytes(name[:64]).upper())
+    return COMMANDS.get(bytes(name[:64] if len(name) > 64 else name).upper())

@@ -23,6 +23,8 @@ SCRATCH = 64 * 1024
 _STAR, _DOLLAR = b"*$"
 # `$536870912` and its CRLF: no valid header line is longer.
 _HEADER_WINDOW = 14
+# Most lengths, read without any arithmetic.
+_SHORT = {b"%d" % length: length for length in range(256)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,10 @@ class RequestParser:
             if digits and _decimal(digits) is None and (digits != b"-" or kind == "bulk"):
                 raise ProtocolError(f"invalid {kind} length")
             return None
-        number = _decimal(data[pos + 1 : eol])
+        digits = data[pos + 1 : eol]
+        number = _SHORT.get(digits)
+        if number is None:
+            number = _decimal(digits)
         if number is None or (number < 0 and kind == "bulk"):
             raise ProtocolError(f"invalid {kind} length")
         self._pos = eol + 2

@@ -436,3 +436,22 @@ def test_hundreds_of_clients_at_once(running: ServerProcess) -> None:
     for i, client in enumerate(clients):
         client.send(client.pack("ECHO", i))
     assert [client.read() for client in clients] == [b"%d" % i for i in range(400)]
+
+
+def test_it_serves_the_same_without_uvloop(server: Start, tmp_path: Path) -> None:
+    """uvloop is taken where it is there; the standard loop must do as well."""
+    extra = tmp_path / "extra.py"
+    extra.write_text(
+        f"import runpy, sys\nsys.modules['uvloop'] = None\nrunpy.run_path({str(EXTRA)!r})"
+    )
+    running = server(extra=extra)
+    client = running.client()
+    client.send(b"".join(client.pack("ECHO", i) for i in range(1000)))
+    assert [client.read() for _ in range(1000)] == [b"%d" % i for i in range(1000)]
+    assert len(client.call("T.LAZY", 20 * MB)) == 20 * MB
+    assert [len(part) for part in client.call("T.FILE", 3, MB)] == [MB] * 3
+    assert client.call("T.WORK", 1, "x") == b"x"
+    slow = running.client()
+    slow.send(slow.pack("T.LAZY", 50 * MB))
+    assert client.call("T.CRC", b"b" * MB)[0] == MB
+    assert running.stop(20) == 0
