@@ -61,7 +61,8 @@ class StatusFile:
         """Write once a second, until cancelled. Missing beats mean a blocked event loop."""
         while True:
             await asyncio.sleep(_PERIOD)
-            self.write("running")
+            # In a thread: a disk busy with a snapshot must not hold up the clients.
+            await asyncio.to_thread(self.write, "running")
 
 
 class CrashLog:

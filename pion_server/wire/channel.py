@@ -175,11 +175,9 @@ class Channel:
             self._ending = done = True
         except OSError:
             return self.close()
-        self.connection.queued_bytes = self.outbox.held
-        if not done and self.outbox.held > self._server.output_limit:
-            _complain(self.connection, f"never reads: {self.outbox.held} reply bytes dropped")
-            self._server.slow_readers_dropped += 1
-            return self.close()
+        self._server.note_queued(self)
+        if self._closed:  # it was the slowest reader
+            return None
         if done is self._writing:
             if done:
                 self._loop.remove_writer(self._fd)
@@ -228,6 +226,11 @@ class Channel:
             self._read(False)
         return None
 
+    def drop(self) -> None:
+        """Close a client that lets its replies pile up."""
+        _complain(self.connection, f"does not read: {self.outbox.held} reply bytes dropped")
+        self.close()
+
     def close(self) -> None:
         """Close at once; unsent replies are lost. Safe to call twice."""
         if self._closed:
@@ -237,6 +240,7 @@ class Channel:
         if self._writing:
             self._loop.remove_writer(self._fd)
         self.outbox.abandon()
+        self._server.note_queued(self)
         self._sock.close()
         # A command still running keeps its connection: what it began must end before on_close.
         if not self._busy:

@@ -18,6 +18,8 @@ _ACCEPTS_A_TURN = 64
 _SPOOL = 256 * 1024
 # Out of descriptors: accepting again at once would only spin.
 _ACCEPT_PAUSE = 0.1
+# All clients together may let this many times the limit of one of them pile up.
+_OUTPUT_SHARES = 4
 
 
 class Service(Protocol):
@@ -57,6 +59,7 @@ class Server:
         self.connections_accepted = 0
         self.connections_refused = 0
         self.slow_readers_dropped = 0
+        self.queued_bytes = 0
         self._channels: set[Channel] = set()
         self._listeners: list[socket.socket] = []
 
@@ -109,6 +112,18 @@ class Server:
         )
         self.service.connected(connection)
         self._channels.add(Channel(self, sock, connection))
+
+    def note_queued(self, channel: Channel) -> None:
+        """Keep count of unread replies; over a limit the slowest reader goes, not the data."""
+        held = channel.outbox.held
+        self.queued_bytes += held - channel.connection.queued_bytes
+        channel.connection.queued_bytes = held
+        if held > self.output_limit:
+            self.slow_readers_dropped += 1
+            channel.drop()
+        elif self.queued_bytes > _OUTPUT_SHARES * self.output_limit:
+            self.slow_readers_dropped += 1
+            max(self._channels, key=lambda other: other.connection.queued_bytes).drop()
 
     def forget(self, channel: Channel) -> None:
         """Called by a channel that has closed."""

@@ -244,9 +244,32 @@ def test_a_client_that_never_reads_is_dropped_at_the_output_limit(server: Start)
     with pytest.raises(OSError):  # noqa: PT012 - the pipe breaks somewhere in the loop
         for _ in range(100_000):
             client.send(data * 10)
-    assert "never reads" in running.errors.read_text()
+    assert "does not read" in running.errors.read_text()
     assert probe.call("T.RSS") - before < 32 * MB
     assert probe.call("PING") == "PONG"
+
+
+def test_many_slow_readers_together_are_bounded_too(server: Start) -> None:
+    """F07: each below the limit of one, all of them above that of all."""
+    running = server("--max-output", "4mb", extra=EXTRA)
+    probe = running.client()
+    before = probe.call("T.RSS")
+    slow = [running.client() for _ in range(40)]
+    for client in slow:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.send(client.pack("T.EAGER", 60_000) * 100)
+    assert until(lambda: running.errors.read_text().count("does not read") >= 2)
+    assert probe.call("T.RSS") - before < 64 * MB
+    alive = [client for client in slow if _reads_all(client, 100)]
+    assert alive
+    assert probe.call("PING") == "PONG"
+
+
+def _reads_all(client: RawClient, count: int) -> bool:
+    try:
+        return all(len(client.read()) == 60_000 for _ in range(count))
+    except (EOFError, ConnectionError):
+        return False
 
 
 def test_one_clients_endless_pipeline_leaves_room_for_others(alone: ServerProcess) -> None:
