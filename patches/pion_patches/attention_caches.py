@@ -24,11 +24,9 @@ Tensors = tuple[mx.array, ...]
 
 def take_rows(cache: Any, tokens: int, rows: Callable[[mx.array], mx.array], **meta: Any) -> Taken:
     """Both sides of a cache; `rows` picks those to store from a tensor `[1, H, L, D]`."""
+    if cache.keys is None and cache.values is None and count_of(cache, 0) == 0:
+        return Taken({**meta, "offset": 0, "rows": 0, "unused": True})
     meta = {"offset": count_of(cache, tokens), **meta}
-    if cache.keys is None or cache.values is None:
-        if cache.offset or cache.keys is not cache.values:
-            raise Unsound("has tokens but no tensors")
-        return Taken({**meta, "rows": 0, "unused": True})
     sides = {}
     for side in ("keys", "values"):
         tensors = getattr(cache, side)
@@ -82,6 +80,8 @@ def _piece(tensors: Tensors, fmt: str) -> RowPiece | None:
 def give_rows(leaf: Leaf, tokens: int, buffer: Callable[[int], int]) -> tuple[Tensors, Tensors]:
     """Both sides as tensors `[1, H, buffer(rows), D]`, zero after the rows; raises Misfit."""
     check_count(leaf.meta, tokens)
+    if leaf.arrays:
+        raise Misfit(f"{len(leaf.arrays)} arrays beside its rows")
     count = integer(leaf.meta, "rows", 0, _MOST_ROWS)
     keys = _tensors(leaf, "keys", leaf.keys, count, buffer(count))
     return keys, _tensors(leaf, "values", leaf.values, count, buffer(count))
@@ -134,7 +134,7 @@ def _single(sides: tuple[Tensors, Tensors]) -> tuple[mx.array, mx.array]:
 def cut_rows(leaf: Leaf, tokens: int) -> Cut:
     """The first rows, of a class that has a row a token."""
     if leaf.meta.get("unused"):
-        return {**leaf.meta, "offset": tokens}, None, None
+        return leaf.meta, None, None
     sides = [
         piece and RowPiece(tuple(part[:tokens] for part in piece.parts), piece.fmt)
         for piece in (leaf.keys, leaf.values)
@@ -201,11 +201,11 @@ def take_window(cache: Any, tokens: int) -> Taken:
     than the window has; those fall off at the next append, so they are dropped here (the same
     `_trim`), and one state has one image.
     """
-    keep, size, idx, seen = cache.keep, cache.max_size, cache._idx, count_of(cache, tokens)
+    keep, size, idx = cache.keep, cache.max_size, cache._idx
     meta = {"keep": keep, "max_size": size, "idx": idx}
     if cache.keys is None:
         return take_rows(cache, tokens, lambda tensor: tensor, **meta)
-    length = int(cache.keys.shape[2])
+    seen, length = count_of(cache, tokens), int(cache.keys.shape[2])
     sound = 0 <= idx <= length and length >= min(seen, size)
     if not sound or (seen <= length and idx != seen) or (length > size and idx != length):
         raise Unsound(f"ring position {idx} of {length} rows after {seen} tokens")
@@ -246,7 +246,7 @@ def cut_window(leaf: Leaf, tokens: int) -> Cut:
     if leaf.meta["offset"] > leaf.meta["rows"] and not leaf.meta.get("unused"):
         raise Unsound(f"its window of {leaf.meta['max_size']} has wrapped")
     meta, keys, values = cut_rows(leaf, tokens)
-    return {**meta, "idx": 0 if leaf.meta.get("unused") else tokens}, keys, values
+    return {**meta, "idx": meta["offset"]}, keys, values
 
 
 def take_chunk(cache: Any, tokens: int) -> Taken:
@@ -256,8 +256,8 @@ def take_chunk(cache: Any, tokens: int) -> Taken:
     length is part of the state.
     """
     start = int(cache.start_position)
-    valid = count_of(cache, tokens) - start
-    length = valid if cache.keys is None else int(cache.keys.shape[2])
+    valid = 0 if cache.keys is None else count_of(cache, tokens) - start
+    length = 0 if cache.keys is None else int(cache.keys.shape[2])
     if not 0 <= valid <= length:
         raise Unsound(f"holds {length} rows from {start} after {tokens} tokens")
     meta = {"chunk_size": int(cache.chunk_size), "start": start, "buffer": length}

@@ -155,7 +155,7 @@ def _check_counted(leaves: Sequence[Leaf], tokens: int) -> None:
     for leaf in leaves:
         alone = len(leaf.path) == 1 or leaf.path[:-1] not in counted
         if tokens and leaf.meta.get("unused") and alone:
-            raise refusal(leaf.path, leaf.kind, f"empty, not {tokens} tokens")
+            raise refusal(leaf.path, leaf.kind, f"holds 0 tokens, not {tokens}")
     if tokens and not leaves:
         raise UnsupportedCache("a model without caches", known_caches())
 
