@@ -60,12 +60,13 @@ def import_prompt_cache(
     arrays, flat = read_safetensors(Path(path).read_bytes())
     try:
         caches, metadata = _caches_in(arrays, flat)
+        counts = set(_counts(caches))
+        if tokens is None and len(counts) != 1:
+            raise RebuildError(f"token count not told: {sorted(counts)}")
+        # Attributes came from the file, so anything may be of a wrong type.
+        image = dismantle(caches, counts.pop() if tokens is None else tokens)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise RebuildError(f"{os.fspath(path)}: no prompt cache: {error}") from error
-    counts = {int(count) for count in _counts(caches)}
-    if tokens is None and len(counts) != 1:
-        raise RebuildError(f"{os.fspath(path)} does not tell its token count: {sorted(counts)}")
-    image = dismantle(caches, counts.pop() if tokens is None else tokens)
     rebuild(template, image)
     return image, metadata
 
