@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from pion_patches.cache_rebuild import dismantle, rebuild
+from tests.pion_patches.families_table import table
 from tests.pion_patches.shipping import (
     DTYPES,
     continuation,
@@ -146,3 +147,9 @@ def test_families_left_out_are_these() -> None:
 @pytest.mark.skipif(not RECENT, reason="the count is pinned for mlx-lm 0.32")
 def test_zoo_has_not_shrunk() -> None:
     assert len(families) >= 124
+
+
+@pytest.mark.skipif(not RECENT, reason="the page is about mlx-lm 0.32")
+def test_page_of_families_is_what_the_zoo_says() -> None:
+    """`python -m tests.pion_patches.families_table > docs/model_families.md` mends it."""
+    assert (ROOT / "docs" / "model_families.md").read_text(encoding="utf-8") == table()
