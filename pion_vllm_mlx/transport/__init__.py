@@ -1,7 +1,8 @@
 """How the client reaches a server: one file a lane, and what all lanes share.
 
 TransportError              the exchange failed as a whole; its connection is closed
-├── Unavailable             no connection, or too slow: the server counts as gone for a while
+├── Unavailable             no connection: the server counts as gone for a while
+│   └── TimedOut            a deadline passed
 ├── ProtocolError           what came back is not RESP, or does not fit what was asked
 └── Refused                 the server wants another password
 ServerError                 one command's error reply; a value, not raised, inside a pipeline
@@ -27,6 +28,10 @@ class TransportError(Exception):
 
 class Unavailable(TransportError):
     """The server cannot be reached, went away, or missed a deadline."""
+
+
+class TimedOut(Unavailable):
+    """The server missed a deadline: asking again would only wait as long again."""
 
 
 class ProtocolError(TransportError):

@@ -14,6 +14,7 @@ from pion_vllm_mlx.transport import (
     Refused,
     Reply,
     ServerError,
+    TimedOut,
     TransportError,
     Unavailable,
 )
@@ -99,14 +100,12 @@ class Endpoint:
         if kept is not None and kept.usable:
             if not retry:
                 return _checked(kept.exchange(commands, patience))
-            started = self._clock()
             try:
                 return _checked(kept.exchange(commands, patience))
+            except TimedOut:
+                raise
             except Unavailable:
-                # A server that restarted meanwhile shows at once; one that hangs gets no second
-                # chance, or a call would wait for two deadlines.
-                if self._clock() - started > self._connect_timeout / 2:
-                    raise
+                pass  # closed since it was last used: the server may have restarted
         elif not retry:
             raise Unavailable("the connection these commands belong to is gone")
         return _checked(self._connect().exchange(commands, patience))

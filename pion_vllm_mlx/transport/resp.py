@@ -27,6 +27,7 @@ from pion_vllm_mlx.transport import (
     Reply,
     ServerError,
     Status,
+    TimedOut,
     Unavailable,
 )
 
@@ -244,7 +245,7 @@ class _Channel:
         self._poll.register(self._socket, events)
         ready = self._poll.poll(max(seconds, 0) * 1000)
         if not ready:
-            raise Unavailable(f"{what} within {max(seconds, 0):.3g} s")
+            raise TimedOut(f"{what} within {max(seconds, 0):.3g} s")
         return ready[0][1]
 
 
@@ -294,7 +295,7 @@ def _addresses(host: str, port: int, deadline: float) -> list[tuple[int, Any]]:
 def _left(deadline: float, purpose: str) -> float:
     seconds = deadline - time.monotonic()
     if seconds <= 0:
-        raise Unavailable(f"no time left {purpose}")
+        raise TimedOut(f"no time left {purpose}")
     return seconds
 
 

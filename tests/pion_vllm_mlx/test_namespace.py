@@ -91,14 +91,11 @@ def test_equal_models_have_equal_fingerprints() -> None:
 
 def test_fingerprint_is_the_same_under_every_hash_seed() -> None:
     script = (
-        "import mlx.core as mx\n"
-        "from mlx_lm.models import llama\n"
+        "import mlx.nn as nn\n"
         "from pion_vllm_mlx.namespace import model_fingerprint\n"
-        "mx.random.seed(5)\n"
-        "m = llama.Model(llama.ModelArgs(model_type='llama', hidden_size=16,"
-        " num_hidden_layers=1, intermediate_size=16, num_attention_heads=2, rms_norm_eps=1e-5,"
-        " vocab_size=11))\n"
-        "print(model_fingerprint(m))"
+        "model = nn.Sequential(nn.RMSNorm(4), nn.RoPE(8, base=500.0))\n"
+        "model.settings = {'b': {'x', 'y', 'z'}, 'a': (1, None, 2.5)}\n"
+        "print(model_fingerprint(model))"
     )
     answers = {
         subprocess.run(

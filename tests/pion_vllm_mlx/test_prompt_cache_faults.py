@@ -213,7 +213,7 @@ def test_a_silent_server_costs_one_deadline_and_then_nothing_for_five_seconds() 
         asked = len(peer.requests)
         assert asked == 1
         started = time.monotonic()
-        while time.monotonic() - started < 2:
+        while time.monotonic() - started < 0.5:
             assert answer_of(pc) == COLD
         assert len(peer.requests) == asked
         assert peer.connections == 1

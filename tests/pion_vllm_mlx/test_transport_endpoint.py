@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from pion_vllm_mlx.transport import Command, Patience, Refused, Unavailable
+from pion_vllm_mlx.transport import Command, Patience, Refused, TimedOut, Unavailable
 from pion_vllm_mlx.transport.endpoint import PAUSE, Endpoint
 from tests.pion_vllm_mlx.fake_peer import Answer, FakePeer, Words, bulk, seconds_of
 
@@ -107,6 +107,16 @@ def test_a_restarted_server_is_found_by_one_reconnect(caplog: pytest.LogCaptureF
         assert endpoint.exchange(PING, SLOW) == ["PONG"]
         assert second.connections == 1
     assert warnings_of(caplog) == []
+
+
+def test_a_deadline_is_not_waited_for_twice() -> None:
+    """A kept connection that hangs is no stale one: the call fails, it does not start over."""
+    with FakePeer(lambda words: pong(words) if words[0] == b"PING" else [60.0]) as peer:
+        endpoint = Endpoint(port=peer.port, connect_timeout=10)
+        endpoint.exchange(PING, SLOW)
+        with pytest.raises(TimedOut):
+            endpoint.exchange([Command.of("HANG")], Patience(first_byte=0.1))
+        assert peer.connections == 1
 
 
 def test_commands_bound_to_their_connection_are_not_repeated_on_another() -> None:
