@@ -26,6 +26,7 @@ _cache: Any = cache  # mlx-lm is not typed
 
 LATENT = "multi-head latent attention scores part of its keys outside the attention function"
 SPARSE = "a sparse index reads the keys to choose among them"
+STATE = "reads shared keys out of the cache's state (mlx-lm before 0.32)"
 
 # Where a forward pass stopped (module of mlx_lm.models) and what that module does there.
 REASONS = {
@@ -35,7 +36,8 @@ REASONS = {
     "phi3small": "its own block-sparse softmax",
     "plamo": "repeats its keys for every query head itself",
     "plamo2": "calls mx.fast.scaled_dot_product_attention directly",
-    "muse_spark": "calls mx.fast.scaled_dot_product_attention directly",
+    "afm7": STATE,
+    "gemma3n": STATE,
     "mla": LATENT,
     "bailing_hybrid": LATENT,
     "bailing_moe_v3": LATENT,
