@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pion_patches.cache_rebuild import UnsupportedCache
+    from pion_vllm_mlx.mlx_lm_patch import (
+        install_pion_attention_patch,
+        make_pion_prompt_cache,
+        uninstall_pion_attention_patch,
+    )
     from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
     from pion_vllm_mlx.prefill import require_suffix
     from pion_vllm_mlx.prompt_cache import PionPromptCache
@@ -17,17 +22,23 @@ if TYPE_CHECKING:
 __all__ = [
     "PionPromptCache",
     "UnsupportedCache",
+    "install_pion_attention_patch",
     "make_namespace",
+    "make_pion_prompt_cache",
     "model_fingerprint",
     "require_suffix",
+    "uninstall_pion_attention_patch",
 ]
 
 _HOMES = {
     "PionPromptCache": "pion_vllm_mlx.prompt_cache",
     "UnsupportedCache": "pion_patches.cache_rebuild",
+    "install_pion_attention_patch": "pion_vllm_mlx.mlx_lm_patch",
     "make_namespace": "pion_vllm_mlx.namespace",
+    "make_pion_prompt_cache": "pion_vllm_mlx.mlx_lm_patch",
     "model_fingerprint": "pion_vllm_mlx.namespace",
     "require_suffix": "pion_vllm_mlx.prefill",
+    "uninstall_pion_attention_patch": "pion_vllm_mlx.mlx_lm_patch",
 }
 
 

@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from pion_vllm_mlx.cache_home import cache_home
+
 _ENTRIES: Final = 256
 _LARGEST_FILE: Final = 1 << 20
 
@@ -36,12 +38,12 @@ def file_identity(source: Path) -> str | None:
 class FingerprintFile:
     """A small JSON file `{key: fingerprint}`, newest last; any damage reads as empty.
 
-    In `$PION_CACHE_DIR`, else `$XDG_CACHE_HOME/pion`, else `~/.cache/pion`. Writing is atomic
-    (rename); of two processes that write at once, one entry is lost and hashed again later.
+    In the per-user cache folder, unless told another. Writing is atomic (rename); of two
+    processes that write at once, one entry is lost and hashed again later.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.path = (folder or cache_folder()) / "fingerprints.json"
+        self.path = (folder or cache_home()) / "fingerprints.json"
 
     def get(self, key: str) -> str | None:
         """The fingerprint kept under `key`, if it is there and well formed."""
@@ -74,14 +76,6 @@ class FingerprintFile:
         if not isinstance(loaded, dict):
             return {}
         return {key: value for key, value in loaded.items() if _is_digest(value)}
-
-
-def cache_folder() -> Path:
-    """Where Pion keeps what it can compute again."""
-    if explicit := os.environ.get("PION_CACHE_DIR"):
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pion"
 
 
 def _is_digest(value: object) -> bool:

@@ -43,9 +43,8 @@ def tiny_llama(seed: int = 0, **changes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("PION_CACHE_DIR", str(folder))
-    return folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pion"
 
 
 def test_namespace_is_the_first_32_hex_of_sha256_of_the_joined_parts() -> None:
@@ -267,7 +266,7 @@ def test_a_damaged_fingerprint_file_is_ignored(
     source = tmp_path / "weights.gguf"
     source.write_bytes(b"w")
     expected = model_fingerprint(tiny_llama())
-    own_cache_folder.mkdir()
+    own_cache_folder.mkdir(parents=True)
     shelf = FingerprintFile()
     shelf.path.write_bytes(damage)
     assert model_fingerprint(tiny_llama(), source=source) == expected
@@ -282,7 +281,7 @@ def test_a_missing_source_and_an_unwritable_folder_only_cost_time(
     assert model_fingerprint(tiny_llama(), source=tmp_path / "gone") == expected
     blocked = tmp_path / "a-file"
     blocked.write_bytes(b"")
-    monkeypatch.setenv("PION_CACHE_DIR", str(blocked / "below"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked / "below"))
     assert model_fingerprint(tiny_llama(), source=blocked) == expected
 
 
