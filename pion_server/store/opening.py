@@ -147,7 +147,8 @@ def open_stores(options: StoreOptions) -> Stores:
 
 def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
     directory, worker = options.directory, options.worker
-    for stale in (f"pion.vstore.{worker}.tmp", f"pion.ssm.{worker}.tmp"):
+    names = (f"pion.{log}{worker}.tmp" for log in ("vstore.", "vstore.wal.", "ssm.", "ssm.wal."))
+    for stale in names:
         (directory / stale).unlink(missing_ok=True)
     budget = MemoryBudget()
     notices: list[str] = []
@@ -157,7 +158,13 @@ def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
     snapshot = directory / f"pion.vstore.{worker}"
     _replay(vlog, snapshot, lambda record: replay(vstore, record), notices, options.keep_cut)
     slog = RecordLog(directory / f"pion.ssm.wal.{worker}", directory, SSM_KIND)
-    ssm = SsmStore(slog, vstore.manifests, limit=options.ssm_budget, budget=budget)
+    ssm = SsmStore(
+        slog,
+        vstore.manifests,
+        limit=options.ssm_budget,
+        budget=budget,
+        pinned=vstore.pins.__contains__,
+    )
     snapshot = directory / f"pion.ssm.{worker}"
     _replay(slog, snapshot, ssm.replay, notices, options.keep_cut)
     vstore.ssm = ssm
