@@ -44,14 +44,15 @@ def require_signature(function: Callable[..., Any], template: Callable[..., Any]
     found, required = _parameters(function), _parameters(template)
     if found != required:
         name = getattr(function, "__qualname__", repr(function))
-        raise UnsupportedVersion(f"{name}({', '.join(found)})", f"{name}({', '.join(required)})")
+        raise UnsupportedVersion(f"{name}{found}", f"{name}{required}")
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def _parameters(function: Callable[..., Any]) -> str:
+    """``(a, b, *, c=None)``, without annotations."""
     signature = inspect.signature(function)
-    return [
-        str(p.replace(annotation=inspect.Parameter.empty)) for p in signature.parameters.values()
-    ]
+    empty = inspect.Parameter.empty
+    bare = [p.replace(annotation=empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=empty))
 
 
 def _release(version: str) -> tuple[int, ...]:

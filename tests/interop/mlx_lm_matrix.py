@@ -43,7 +43,7 @@ def make_environment(folder: Path, mlx_lm: str) -> Path:
 
 def run_tests(python: Path) -> bool:
     tests = [ROOT / "tests" / "pion_patches" / name for name in TESTS]
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    command: list[str | Path] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     # A BLAS preloaded for this interpreter serves the others just as well.
     return subprocess.run(command, cwd=ROOT, env=os.environ, check=False).returncode == 0
 
