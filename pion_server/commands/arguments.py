@@ -70,13 +70,14 @@ def layer_count(value: Buffer) -> int:
 def schema_of(specs: Sequence[Buffer], default_dim: int) -> Schema:
     """A heterogeneous schema from its layer specifications."""
     layers = tuple(_layer_spec(i, bytes(spec), default_dim) for i, spec in enumerate(specs))
-    return Schema(LayerSpec("int8", default_dim or 1), layers)
+    return Schema(layers[0], layers)
 
 
 def _layer_spec(index: int, spec: bytes, default_dim: int) -> LayerSpec:
     fmt, dim, rope = "int8", default_dim, 0
     for segment in filter(None, spec.decode("latin-1").split(",")):
-        key, _, value = segment.partition("=")
+        word, _, value = segment.partition("=")
+        key = word.lower()
         if key == "fmt":
             fmt = _schema_format(index, value)
         elif key == "dim":
@@ -86,7 +87,7 @@ def _layer_spec(index: int, spec: bytes, default_dim: int) -> LayerSpec:
         elif key == "s":
             raise BadArgument(f"layer {index}: S-tensor reserved")
         else:
-            raise BadArgument(f"layer {index}: unknown key '{printable(key.encode('latin-1'))}'")
+            raise BadArgument(f"layer {index}: unknown key '{printable(word.encode('latin-1'))}'")
     if not dim:
         raise BadArgument(f"layer {index}: dim missing and no default_dim")
     if fmt == SCHEMA_ONLY and not rope:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import struct
+from functools import partial
 from pathlib import PurePosixPath
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
 from pion_server.commands.registry import Args, Context, Flag, command
 from pion_server.commands.saving import save_copy, save_default
+from pion_server.commands.v import INLINE_BYTES
 from pion_server.errors import BadArgument, CommandError, LogFailed
 from pion_server.payload import Buffer, Offload
+from pion_server.state import ServerState
 from pion_server.store.schema import Schema
 from pion_server.store.vstore import membership
 
@@ -36,8 +39,13 @@ def register_schema(ctx: Context, args: Args) -> str:
     """
     count = arguments.layer_count(args[1])
     specs, options = args[2 : 2 + 2 * count], args[2 + 2 * count :]
-    if len(specs) != 2 * count:
-        raise BadArgument(f"KV.PREFIX.REGISTER.SCHEMA {count}: too few specs ({len(specs)})")
+    # An option is a bare word; a word with "=" in its place is one specification too many.
+    surplus = [option for option in options[:1] if b"=" in bytes(option[:64])]
+    if len(specs) != 2 * count or surplus:
+        raise BadArgument(
+            f"KV.PREFIX.REGISTER.SCHEMA {count}: too {'many' if surplus else 'few'} specs, "
+            f"{count} for each side expected"
+        )
     sides = (arguments.schema_of(specs[:count], 0), arguments.schema_of(specs[count:], 0))
     return _register(ctx, args[0], sides, options)
 
@@ -133,17 +141,22 @@ def member(ctx: Context, args: Args) -> object:
     """
     probes = arguments.hash_blob(args[1], args[2])
     table = ctx.state.vstore.blocks(arguments.name(args[0]))
-    return "UNKNOWN" if table is None else membership(table, probes)
+    if table is None:
+        return "UNKNOWN"
+    if len(probes) + len(table.hashes) <= INLINE_BYTES:
+        return membership(table, probes)
+    return Offload(partial(membership, table, probes))
 
 
 @command("KV.PREFIX.INFO", min_args=0, max_args=0)
 def info(ctx: Context, args: Args) -> bytes:
     """KV.PREFIX.INFO"""
     state, vstore = ctx.state, ctx.state.vstore
-    k_sides = [session for session in vstore.table if session.sid.endswith(b"_pk")]
+    with vstore.lock:
+        k_rows = [session.rows(0) for session in vstore.table if session.sid.endswith(b"_pk")]
     fields = {
-        "registered_prefixes": len(k_sides),
-        "total_prefix_tokens": sum(session.rows(0) for session in k_sides),
+        "registered_prefixes": len(k_rows),
+        "total_prefix_tokens": sum(k_rows),
         "vstore_sessions": len(vstore.table),
         "vstore_total_fetches": state.total_fetches,
         "vstore_evictions": vstore.evictions,
@@ -173,7 +186,7 @@ def save(ctx: Context, args: Args) -> object:
     relative to the data directory: an extra copy, the log stays.
     """
     path = bytes(args[0]) if args else b""
-    if not path:
+    if not path or path == ctx.state.stores.snapshot_path.name.encode():
         return save_default(ctx.state)
     return save_copy(ctx.state, _relative(path))
 
@@ -184,7 +197,7 @@ def _relative(path: bytes) -> str:
     bad = len(path) > 255 or any(ord(c) < 32 or ord(c) == 127 or c == "\ufffd" for c in text)
     if bad or pure.is_absolute() or ".." in pure.parts or text.startswith("~"):
         raise BadArgument("KV.PREFIX.SAVE: path must be relative, without '..' or control bytes")
-    if pure.name.startswith("pion.") or pure.name == "":
+    if pure.name.startswith(("pion.", "pion-")) or pure.name == "":
         raise BadArgument("KV.PREFIX.SAVE: path must be relative and no name of the server's own")
     return str(pure)
 
@@ -197,16 +210,15 @@ def commit(ctx: Context, args: Args) -> object:
     """
     if not ctx.state.config.keyspace_log:
         raise CommandError("KV.PREFIX.COMMIT needs the log, which --no-wal turned off")
-    stores = ctx.state.stores
+    return _commit(ctx.state)
 
-    def work() -> str:
-        try:
-            stores.sync()
-        except LogFailed as error:
-            raise CommandError(f"KV.PREFIX.COMMIT failed: {str(error)[8:]}") from error
-        return "OK"
 
-    return Offload(work)
+async def _commit(state: ServerState) -> str:
+    try:
+        await state.group_commit.commit()
+    except LogFailed as error:
+        raise CommandError(f"KV.PREFIX.COMMIT failed: {str(error)[8:]}") from error
+    return "OK"
 
 
 @command(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
 from pion_server.commands.registry import Args, Context, Flag, command
-from pion_server.errors import BadArgument, NotFound
+from pion_server.errors import BadArgument
 from pion_server.formats import InputType
 from pion_server.payload import Offload, Payload
 from pion_server.store.rows import StoredRows
 from pion_server.store.schema import MAX_DIM, MAX_LAYERS, MAX_ROWS, Schema
+from pion_server.store.sessions import Session
 
 # Work on more bytes than this leaves the event loop, so that others are not kept waiting.
 INLINE_BYTES = 1 << 18
@@ -124,14 +126,15 @@ def fetch(ctx: Context, args: Args) -> object:
 
 def _fetch_ids(ctx: Context, args: Args) -> object:
     sid = arguments.name(args[0])
-    ctx.state.vstore.session(sid)
+    session = ctx.state.vstore.session(sid)
     layer = integer(args[1], "layer_id", 0, MAX_LAYERS - 1)
     if any(word(arg) == "FMT" for arg in args[2:]):
         raise BadArgument("FMT requires the RANGE or BATCH form")
     if any(not len(arg) for arg in args[2:]):
         raise BadArgument("no token IDs")
     ids = [integer(arg, "token id", 0, MAX_ROWS - 1) for arg in args[2:]]
-    rows = ctx.state.vstore.rows_by_id(sid, layer, ids)
+    _refuse_raw(session, [layer], "F32")
+    rows = ctx.state.vstore.rows_by_id(sid, layer, ids, fill=_fills(ctx, "F32"))
     return _answer(ctx, [rows], len(ids), "F32", lambda values: values[0])
 
 
@@ -139,10 +142,11 @@ def _fetch_range(ctx: Context, args: Args) -> object:
     if len(args) < 5:
         raise BadArgument("V.FETCH RANGE requires: <start> <end> [FMT NATIVE|PACKED]")
     sid = arguments.name(args[0])
-    ctx.state.vstore.session(sid)
+    session = ctx.state.vstore.session(sid)
     layer = integer(args[1], "layer_id", 0, MAX_LAYERS - 1)
     start, end = _bounds(args[3], args[4], "RANGE")
     form = _reply_format(args[5:])
+    _refuse_raw(session, [layer], form)
     rows = ctx.state.vstore.rows(sid, layer, start, end, fill=_fills(ctx, form))
     return _answer(ctx, [rows], end - start, form, lambda values: values[0])
 
@@ -157,12 +161,14 @@ def _fetch_batch(ctx: Context, args: Args) -> object:
     if rest and word(rest[0]) != "FMT":
         asked, rest = integer(rest[0], "num_layers", 0), rest[1:]
     form = _reply_format(rest)
-    stored = session.num_layers
-    if not stored:
-        raise BadArgument("V.FETCH BATCH: session has no stored layers")
-    layers = range(asked if 0 < asked <= stored else stored)
     fill = _fills(ctx, form)
-    rows = [vstore.rows(sid, layer, start, end, fill=fill) for layer in layers]
+    with vstore.lock:
+        stored = session.num_layers
+        if not stored:
+            raise BadArgument("V.FETCH BATCH: session has no stored layers")
+        layers = range(asked if 0 < asked <= stored else stored)
+        _refuse_raw(session, layers, form)
+        rows = [vstore.rows(sid, layer, start, end, fill=fill) for layer in layers]
     return _answer(ctx, rows, end - start, form, list)
 
 
@@ -182,6 +188,11 @@ def _reply_format(args: Args) -> str:
     return word(args[1])
 
 
+def _refuse_raw(session: Session, layers: Sequence[int], form: str) -> None:
+    if form != "PACKED" and session.schema.has_raw(layers):
+        raise BadArgument("raw rows are fetched with FMT PACKED only")
+
+
 def _fills(ctx: Context, form: str) -> bool:
     return bool(ctx.state.config.fetch_zero_fill) and form != "PACKED"
 
@@ -194,51 +205,66 @@ def _answer(
     shape: Callable[[list[Payload | None]], object],
 ) -> object:
     """Count the fetch, verify what it touches (in a thread if that reads much), and reply."""
-    stats = ctx.state.stats
-    ctx.state.total_fetches += rows_asked * len(layers)
-    ctx.state.short_fetches += sum(rows is None or rows.filled for rows in layers)
-    replies = [_payload(rows, form) if rows is not None else None for rows in layers]
+    state = ctx.state
+    held = [rows for rows in layers if rows is not None]
+    state.total_fetches += rows_asked * len(layers)
+    state.short_fetches += sum(rows is None or rows.filled for rows in layers)
+    replies = [None if rows is None else _payload(rows, form) for rows in layers]
 
-    def work() -> object:
-        for rows in layers:
-            if rows is not None:
-                rows.verify()
-        stats.bytes_served += sum(reply.nbytes for reply in replies if reply)
+    def verify() -> None:
+        for rows in held:
+            rows.verify()
+
+    def finish() -> object:
+        state.stats.bytes_served += sum(reply.nbytes for reply in replies if reply)
         return shape(replies)
 
-    unverified = sum(rows.unverified_bytes for rows in layers if rows is not None)
-    return work() if unverified <= INLINE_BYTES else Offload(work)
+    if sum(rows.unverified_bytes for rows in held) > INLINE_BYTES:
+        return _answer_later(verify, finish)
+    verify()
+    return finish()
+
+
+async def _answer_later(verify: Callable[[], None], finish: Callable[[], object]) -> object:
+    """Long reads in a thread, counters on the loop: they belong to it."""
+    await asyncio.to_thread(verify)
+    return finish()
 
 
 def _payload(rows: StoredRows, form: str) -> Payload:
     if form == "PACKED" or (form == "NATIVE" and rows.format.name == "fp16"):
         return rows.packed()
-    if rows.format.name == "raw":
-        raise BadArgument("raw rows are fetched with FMT PACKED only")
     return rows.decoded()
 
 
 @command("V.INFO", min_args=0, max_args=1, sids="first")
 def info(ctx: Context, args: Args) -> bytes:
-    """V.INFO [<sid>]"""
+    """V.INFO [<sid>]
+
+    Of one session: its shape and the token count of each layer. Touches nothing.
+    """
     vstore = ctx.state.vstore
-    if not args:
+    with vstore.lock:
+        if args:
+            return _lines(_describe(vstore.session(arguments.name(args[0]))))
         total = sum(session.total_rows for session in vstore.table)
-        return _lines(
-            [
-                ("enabled", 1),
-                ("sessions", len(vstore.table)),
-                ("total_tokens", total),
-                ("total_fetches", ctx.state.total_fetches),
-            ]
-        )
-    session = vstore.session(arguments.name(args[0]))
+        sessions = len(vstore.table)
+    return _lines(
+        [
+            ("enabled", 1),
+            ("sessions", sessions),
+            ("total_tokens", total),
+            ("total_fetches", ctx.state.total_fetches),
+        ]
+    )
+
+
+def _describe(session: Session) -> list[tuple[str, object]]:
     schema = session.schema
-    first = schema.layers[0] if schema.heterogeneous else schema.default
     fields: list[tuple[str, object]] = [
         ("session_idx", session.index),
-        ("value_dim", schema.default.dim if not schema.heterogeneous else first.dim),
-        ("v_format", first.fmt),
+        ("value_dim", schema.default.dim),
+        ("v_format", schema.default.fmt),
         ("num_layers", session.num_layers),
         ("schema", "heterogeneous" if schema.heterogeneous else "uniform"),
     ]
@@ -249,7 +275,7 @@ def info(ctx: Context, args: Args) -> bytes:
             fields += [(f"layer_{index}_dim", spec.dim), (f"layer_{index}_fmt", spec.fmt)]
             fields += [(f"layer_{index}_rope", spec.rope)] if spec.rope else []
     fields.append(("total_tokens", session.total_rows))
-    return _lines(fields)
+    return fields
 
 
 def _lines(fields: Iterable[tuple[str, object]]) -> bytes:
@@ -292,10 +318,7 @@ def commit(ctx: Context, args: Args) -> int:
 
     Forgets a snapshot: 1, or 0 if it is unknown.
     """
-    try:
-        return int(ctx.state.vstore.release(arguments.name(args[0]), _snapshot_id(args[1])))
-    except NotFound:
-        return 0
+    return int(ctx.state.vstore.release(arguments.name(args[0]), _snapshot_id(args[1])))
 
 
 def _snapshot_id(value: object) -> int:

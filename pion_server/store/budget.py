@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pion_server.errors import OutOfMemory
@@ -26,11 +26,11 @@ class MemoryBudget:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self._sources: list[
-            tuple[Callable[[], int], Callable[[bytes | None], Sequence[Victim]]]
+            tuple[Callable[[], int], Callable[[bytes | None], Iterable[Victim]]]
         ] = []
 
     def add_source(
-        self, used: Callable[[], int], victims: Callable[[bytes | None], Sequence[Victim]]
+        self, used: Callable[[], int], victims: Callable[[bytes | None], Iterable[Victim]]
     ) -> None:
         self._sources.append((used, victims))
 

@@ -14,7 +14,8 @@ class RecordType(enum.IntEnum):
     """What a record says; its metadata keys in brackets. Numbers are part of the file format."""
 
     CREATE = 1
-    """Sessions made [s: list of [sid, schema]]."""
+    """Sessions made [s: list of [sid, schema], x: sids emptied before, b: [sid, block size] of a
+    block table]; body: its u64 hashes."""
     ROWS = 2
     """Rows stored [s sid, l layer, a first row, r: list of [rows, run header hex]]; body: rows."""
     DROP = 3

@@ -99,12 +99,12 @@ class Manifests:
         and with it a fill of another connection."""
         if ns is None or gen is not None:
             return
-        fill = self.fill(ns)
-        if fill is not None and fill.owner is not owner:
-            self._fills.pop(ns, None)
         if ns in self.by_ns:
             self._log.append(RecordType.UNMANIFEST, dump_meta({"n": ns}))
             self.by_ns.pop(ns, None)
+        fill = self.fill(ns)
+        if fill is not None and fill.owner is not owner:
+            self._fills.pop(ns, None)
 
     def forget(self, ns: bytes, owner: object) -> bool:
         """Drop what is held of `ns` (the caller logs it); whether a manifest was among it."""
@@ -115,8 +115,10 @@ class Manifests:
 
     def disconnect(self, owner: object) -> None:
         """End the fills of a closed connection."""
-        for ns in [ns for ns, fill in self._fills.items() if fill.owner is owner]:
-            del self._fills[ns]
+        # A copy: a write of another connection may end a fill in its thread meanwhile.
+        for ns, fill in list(self._fills.items()):
+            if fill.owner is owner:
+                self._fills.pop(ns, None)
 
     def replay(self, type_: int, ns: bytes, gen: int, record: Record) -> None:
         """Apply one logged record at start-up."""

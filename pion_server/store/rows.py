@@ -7,8 +7,10 @@ its bytes in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from pion_server.formats import Format, Run
 from pion_server.payload import Chunk, FileSpan, Payload
 from pion_server.store.log import Record
 
+# Of a reply made at once: a few milliseconds of work between two turns of other clients.
 DECODE_BYTES = 1 << 20
 
 
@@ -61,8 +64,28 @@ class Extent:
             raise DamagedEntry("stored data is damaged: its file was cut short")
         return data
 
+    def joins(self, other: Extent) -> bool:
+        """Whether `other` lies in the same run of the same record."""
+        return self.record is other.record and self.base == other.base and self.shift == other.shift
 
-Extents = tuple[Extent, ...]
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Rows never written, answered with zeros (`--fetch-zero-fill`, for old clients only)."""
+
+    rows: int
+
+
+Extents: TypeAlias = tuple[Extent, ...]
+Piece: TypeAlias = Extent | Gap
+
+
+def _start(extent: Extent) -> int:
+    return extent.start
+
+
+def _end(extent: Extent) -> int:
+    return extent.end
 
 
 def overlay(extents: Extents, new: Extents) -> Extents:
@@ -70,11 +93,15 @@ def overlay(extents: Extents, new: Extents) -> Extents:
     if not new:
         return extents
     start, end = new[0].start, new[-1].end
-    if not extents or extents[-1].end <= start:
-        return extents + new
-    before = [e if e.end <= start else e.clip(0, start) for e in extents if e.start < start]
-    after = [e if e.start >= end else e.clip(end, e.end) for e in extents if e.end > end]
-    return (*before, *new, *after)
+    first = bisect_right(extents, start, key=_end)
+    behind = bisect_left(extents, end, lo=first, key=_start)
+    left: Extents = ()
+    right: Extents = ()
+    if first < behind:
+        low, high = extents[first], extents[behind - 1]
+        left = (low.clip(low.start, start),) if low.start < start else ()
+        right = (high.clip(end, high.end),) if high.end > end else ()
+    return (*extents[:first], *left, *new, *right, *extents[behind:])
 
 
 def cut_after(extents: Extents, count: int) -> Extents:
@@ -82,36 +109,73 @@ def cut_after(extents: Extents, count: int) -> Extents:
     return tuple(e if e.end <= count else e.clip(0, count) for e in extents if e.start < count)
 
 
+def held_between(extents: Extents, start: int, end: int) -> Iterator[Extent]:
+    """The extents with rows in `[start, end)`, clipped to it."""
+    for at in range(bisect_right(extents, start, key=_end), len(extents)):
+        extent = extents[at]
+        if extent.start >= end:
+            return
+        yield extent if start <= extent.start and extent.end <= end else extent.clip(start, end)
+
+
 def select(extents: Extents, start: int, end: int) -> Extents | None:
     """The extents of rows `[start, end)`, clipped; None if any of those rows was never written."""
     found: list[Extent] = []
     at = start
-    for extent in extents:
-        if extent.end <= at:
-            continue
+    for extent in held_between(extents, start, end):
         if extent.start > at:
             return None
-        piece = extent.clip(at, end)
-        found.append(piece)
-        at = piece.end
-        if at >= end:
-            return tuple(found)
-    return None
+        found.append(extent)
+        at = extent.end
+    return tuple(found) if at == end else None
 
 
-def count_rows(extents: Extents) -> int:
-    return sum(extent.rows for extent in extents)
+def select_filled(extents: Extents, start: int, end: int) -> tuple[Piece, ...] | None:
+    """As `select`, with gaps in place of missing rows; None if not one asked row exists."""
+    pieces: list[Piece] = []
+    at = start
+    for extent in held_between(extents, start, end):
+        pieces += [Gap(extent.start - at)] if extent.start > at else []
+        pieces.append(extent)
+        at = extent.end
+    if not pieces:
+        return None
+    return (*pieces, Gap(end - at)) if at < end else tuple(pieces)
+
+
+def select_ids(extents: Extents, ids: Iterable[int], *, fill: bool) -> tuple[Piece, ...] | None:
+    """The rows of `ids` in the order asked, neighbours together.
+
+    None if any of them was never written; with `fill` gaps stand for those, None if all are.
+    """
+    pieces: list[Piece] = []
+    for row in ids:
+        extent = next(held_between(extents, row, row + 1), None)
+        last = pieces[-1] if pieces else None
+        if extent is None and not fill:
+            return None
+        if extent is None:
+            pieces.append(Gap(1))
+        elif isinstance(last, Extent) and last.end == row and last.joins(extent):
+            pieces[-1] = replace(last, end=row + 1)
+        else:
+            pieces.append(extent)
+    return tuple(pieces) if any(isinstance(piece, Extent) for piece in pieces) else None
+
+
+def count_rows(pieces: Iterable[Piece]) -> int:
+    return sum(piece.rows for piece in pieces)
 
 
 class StoredRows:
     """A consistent view of some rows of one layer, in the order asked, to be sent or decoded."""
 
-    filled = False
-
-    def __init__(self, format: Format, extents: Extents) -> None:  # noqa: A002
+    def __init__(self, format: Format, pieces: tuple[Piece, ...]) -> None:  # noqa: A002
         self.format = format
-        self.extents = extents
-        self.rows = count_rows(extents)
+        self.pieces = pieces
+        self.extents = tuple(piece for piece in pieces if isinstance(piece, Extent))
+        self.rows = count_rows(pieces)
+        self.filled = len(self.extents) < len(pieces)
 
     @property
     def unverified_bytes(self) -> int:
@@ -131,72 +195,71 @@ class StoredRows:
 
     def packed(self) -> Payload:
         """The stored bytes; formats with a run header interleave it row by row."""
-        size = self.rows * self.format.packed_row_bytes
+        width = self.format.packed_row_bytes
         if self.format.header_bytes == 0:
             spans = self._joined_spans()
-            return Payload(size, lambda: iter(spans))
-        return Payload(size, lambda: (self.format.pack(run) for run in self._runs()))
+            return Payload(self.rows * width, lambda: _with_zeros(spans))
+        return Payload(self.rows * width, self._packed_chunks)
 
     def decoded(self) -> Payload:
         """Rows as float32, `rows * dim * 4` bytes."""
         return Payload(self.rows * self.format.dim * 4, self._decoded_chunks)
 
-    def _decoded_chunks(self) -> Iterator[Chunk]:
-        for run in self._runs():
-            yield np.ascontiguousarray(self.format.decode(run)).data.cast("B")
+    def runs(self, rows_at_once: int) -> Iterator[Run | Gap]:
+        """The rows in order, in runs of at most `rows_at_once` rows read from the file."""
+        for piece in self.pieces:
+            if isinstance(piece, Gap):
+                yield piece
+                continue
+            for start in range(piece.start, piece.end, rows_at_once):
+                part = piece.clip(start, start + rows_at_once)
+                yield Run(part.header, part.read(self.format.row_bytes), part.rows)
 
-    def _joined_spans(self) -> list[Chunk]:
-        joined: list[FileSpan] = []
-        for extent in self.extents:
-            span = extent.span(self.format.row_bytes)
+    def _packed_chunks(self) -> Iterator[Chunk]:
+        width = self.format.packed_row_bytes
+        for run in self.runs(max(1, DECODE_BYTES // width)):
+            if isinstance(run, Gap):
+                yield from _zeros(run.rows * width)
+            else:
+                yield self.format.pack(run)
+
+    def _decoded_chunks(self) -> Iterator[Chunk]:
+        width = self.format.dim * 4
+        for run in self.runs(max(1, DECODE_BYTES // width)):
+            if isinstance(run, Gap):
+                yield from _zeros(run.rows * width)
+            else:
+                yield np.ascontiguousarray(self.format.decode(run)).data.cast("B")
+
+    def _joined_spans(self) -> list[FileSpan | int]:
+        """Places in files, neighbours joined; a number stands for as many zero bytes."""
+        joined: list[FileSpan | int] = []
+        for piece in self.pieces:
+            if isinstance(piece, Gap):
+                joined.append(piece.rows * self.format.row_bytes)
+                continue
+            span = piece.span(self.format.row_bytes)
             last = joined[-1] if joined else None
-            if last and last.file is span.file and last.offset + last.length == span.offset:
+            if (
+                isinstance(last, FileSpan)
+                and last.file is span.file
+                and last.offset + last.length == span.offset
+            ):
                 joined[-1] = FileSpan(last.file, last.offset, last.length + span.length)
             else:
                 joined.append(span)
-        return list(joined)
-
-    def _runs(self) -> Iterator[Run]:
-        """The rows in pieces of about a megabyte of stored bytes, read from the file."""
-        step = max(1, DECODE_BYTES // max(self.format.row_bytes, 1))
-        for extent in self.extents:
-            for start in range(extent.start, extent.end, step):
-                piece = extent.clip(start, start + step)
-                yield Run(piece.header, piece.read(self.format.row_bytes), piece.rows)
+        return joined
 
 
-class ZeroFilledRows(StoredRows):
-    """Rows with zeros where none were ever written (`--fetch-zero-fill`, for old clients only)."""
-
-    filled = True
-
-    def __init__(self, format: Format, extents: Extents, start: int, end: int) -> None:  # noqa: A002
-        super().__init__(format, extents)
-        self._start, self._end = start, end
-
-    def packed(self) -> Payload:
-        """Only for fp16, whose zero row is zero bytes."""
-        return self._with_gaps(self.format.row_bytes, StoredRows.packed)
-
-    def decoded(self) -> Payload:
-        return self._with_gaps(self.format.dim * 4, StoredRows.decoded)
-
-    def _with_gaps(self, width: int, payload: Callable[[StoredRows], Payload]) -> Payload:
-        def chunks() -> Iterator[Chunk]:
-            at = self._start
-            for extent in self.extents:
-                yield bytes((extent.start - at) * width)
-                yield from payload(StoredRows(self.format, (extent,))).chunks()
-                at = extent.end
-            yield bytes((self._end - at) * width)
-
-        return Payload((self._end - self._start) * width, chunks)
+def _with_zeros(spans: list[FileSpan | int]) -> Iterator[Chunk]:
+    for span in spans:
+        if isinstance(span, int):
+            yield from _zeros(span)
+        else:
+            yield span
 
 
-def select_filled(format: Format, extents: Extents, start: int, end: int) -> StoredRows | None:  # noqa: A002
-    """As `select`, gaps answered with zeros; None if no asked row exists at all."""
-    found = select(extents, start, end)
-    if found is not None:
-        return StoredRows(format, found)
-    held = tuple(e.clip(start, end) for e in extents if e.start < end and e.end > start)
-    return ZeroFilledRows(format, held, start, end) if held else None
+def _zeros(nbytes: int) -> Iterator[Chunk]:
+    block = bytes(min(nbytes, DECODE_BYTES))
+    for start in range(0, nbytes, DECODE_BYTES):
+        yield block[: nbytes - start]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,15 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """`layers` empty: `default` for every layer. Otherwise layer i is `layers[i]`."""
+    """`layers` empty: `default` for every layer. Otherwise layer i is `layers[i]`, and `default`
+    is the first, so that equal layers make equal schemas however they were asked for."""
 
     default: LayerSpec
     layers: tuple[LayerSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.layers:
+            object.__setattr__(self, "default", self.layers[0])
 
     @property
     def heterogeneous(self) -> bool:
@@ -46,6 +52,12 @@ class Schema:
         if index >= len(self.layers):
             raise BadArgument(f"layer {index} is outside the schema of {len(self.layers)} layers")
         return self.layers[index]
+
+    def has_raw(self, layers: Iterable[int]) -> bool:
+        """Whether one of these layers is raw: opaque bytes that cannot be decoded."""
+        if not self.layers:
+            return self.default.fmt == "raw"
+        return any(self.layers[i].fmt == "raw" for i in layers if i < len(self.layers))
 
     def digest(self) -> int:
         """FNV-1a 32 over (dim u32, format tag u8, rope u32) of each layer; 0 without a schema."""

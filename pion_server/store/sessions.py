@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_server.formats import Format
-from pion_server.store.rows import Extents, count_rows
+from pion_server.store.rows import Extents
 from pion_server.store.schema import Schema
 
 K_SUFFIX, V_SUFFIX = b"_pk", b"_pv"
@@ -33,15 +33,16 @@ def sides(ns: bytes) -> tuple[bytes, bytes]:
 
 @dataclass(slots=True)
 class Layer:
-    """`count` is the highest row end ever stored; rows below it never written are gaps."""
+    """`count` is the highest row end ever stored; `held` the rows without the gaps below it."""
 
     format: Format
     count: int = 0
+    held: int = 0
     extents: Extents = ()
 
     @property
     def stored_bytes(self) -> int:
-        return count_rows(self.extents) * self.format.row_bytes
+        return self.held * self.format.row_bytes
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,9 @@ class SessionTable:
         if pair in self._pairs:
             self._pairs.move_to_end(pair)
 
-    def oldest_pairs(self) -> list[tuple[bytes, ...]]:
-        """The sids of each pair, least recently used first."""
-        return [tuple(sorted(sids)) for sids in self._pairs.values()]
+    def oldest_pairs(self) -> Iterator[tuple[bytes, ...]]:
+        """The sids of each pair as of now, least recently used first."""
+        return (tuple(sorted(sids)) for sids in list(self._pairs.values()))
 
     @staticmethod
     def _pair(sid: bytes) -> tuple[bool, bytes]:

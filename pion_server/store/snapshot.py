@@ -156,12 +156,17 @@ def replay(store: VStore, record: Record) -> None:
     meta = load_meta(record.meta)
     kind = record.type
     if kind == RecordType.CREATE:
+        for sid in meta.get("x", ()):
+            store.remove(name_bytes(sid))
         for sid, schema in meta["s"]:
             name, wanted = name_bytes(sid), Schema.from_json(schema)
             held = store.table.get(name)
             if held is None or held.schema != wanted:
                 store.remove(name)
                 store.table.add(name, wanted)
+        if "b" in meta:
+            sid, block_size = meta["b"]
+            _replay_blocks(store.table.get(name_bytes(sid)), block_size, record)
     elif kind == RecordType.DROP:
         sids, names = ([name_bytes(x) for x in meta[key]] for key in ("s", "n"))
         store.apply_drop(sids, names, None)
@@ -193,8 +198,13 @@ def _replay_session(
     elif kind == RecordType.CUT:
         store.apply_cut(session, meta["c"])
     elif kind == RecordType.BLOCKS:
-        try:
-            blocks = Blocks(meta["b"], record.read())
-        except DamagedEntry:
-            blocks = None
+        _replay_blocks(session, meta["b"], record)
+
+
+def _replay_blocks(session: Session | None, block_size: int, record: Record) -> None:
+    try:
+        blocks = Blocks(block_size, record.read())
+    except DamagedEntry:
+        blocks = None
+    if session is not None:
         session.blocks = blocks if blocks and blocks.count else None

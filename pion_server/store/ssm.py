@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from pion_server.errors import OutOfMemory
 from pion_server.payload import Buffer
@@ -18,7 +19,8 @@ from pion_server.store.manifests import Manifests
 class SsmStore:
     """All recurrent state of one worker; evicted by whole sid, least recently used first.
 
-    `limit` is `--ssm-budget` in bytes (None: only the shared memory budget counts).
+    `limit` is `--ssm-budget` in bytes (None: only the shared memory budget counts). The state of a
+    namespace that `pinned` names is never evicted.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class SsmStore:
         *,
         limit: int | None = None,
         budget: MemoryBudget | None = None,
+        pinned: Callable[[bytes], bool] = lambda ns: False,
     ) -> None:
         self.log = log
         self.lock = threading.RLock()
@@ -35,6 +38,7 @@ class SsmStore:
         self.stored_bytes = 0
         self.evictions = 0
         self._manifests = manifests
+        self._pinned = pinned
         self._by_sid: OrderedDict[bytes, dict[int, Record]] = OrderedDict()
         self._budget = budget or MemoryBudget()
         self._budget.add_source(lambda: self.stored_bytes, self._victims)
@@ -47,24 +51,25 @@ class SsmStore:
     ) -> None:
         """Keep `blob` under (sid, layer), replacing what was there.
 
-        Raises Stale for a wrong generation, OutOfMemory (nothing evicted) for a blob over the
+        Raises Stale for a wrong generation, OutOfMemory (nothing evicted) if it cannot fit into the
         budget, LogFailed.
         """
         self._manifests.require(sid, gen)
         size = len(memoryview(blob).cast("B"))
-        if self.limit is not None and size > self.limit:
-            raise OutOfMemory(f"a blob of {size} bytes exceeds --ssm-budget {self.limit}")
         old = self._by_sid.get(sid, {}).get(layer)
         more = size - (old.length if old else 0)
-        self._make_room(sid, more)
+        chosen = self._choose_victims(sid, more)
         self._budget.reserve(more, sid)
+        for victim in chosen:
+            victim.evict()
         self._manifests.written(sid, gen, owner)
         record = self.log.append(RecordType.STATE, dump_meta({"s": sid, "l": layer}), [blob])
         self._apply(sid, layer, record)
 
-    def _make_room(self, sid: bytes, more: int) -> None:
+    def _choose_victims(self, sid: bytes, more: int) -> list[Victim]:
+        """Whom to evict so that `more` bytes of `sid` fit under the limit; OutOfMemory if none."""
         if self.limit is None:
-            return
+            return []
         excess = self.stored_bytes + more - self.limit
         chosen: list[Victim] = []
         for victim in self._victims(sid) if excess > 0 else ():
@@ -73,9 +78,10 @@ class SsmStore:
             chosen.append(victim)
             excess -= victim.nbytes
         if excess > 0:
-            raise OutOfMemory(f"the state of this prefix exceeds --ssm-budget {self.limit}")
-        for victim in chosen:
-            victim.evict()
+            raise OutOfMemory(
+                f"{more} bytes more of this state do not fit into --ssm-budget {self.limit}"
+            )
+        return chosen
 
     def fetch(self, sid: bytes, layer: int) -> Record | None:
         """The record holding the blob, None if there is none; touches the sid."""
@@ -104,15 +110,19 @@ class SsmStore:
         self._apply_drop(sid, layer)
 
     def _evict(self, sid: bytes) -> None:
+        if sid not in self._by_sid:  # gone with its prefix, which was evicted first
+            return
         self._manifests.written(sid, None, None)
         self._log_drop(sid, None)
         self.evictions += 1
 
-    def _victims(self, keep: bytes | None) -> list[Victim]:
-        def victim(sid: bytes, layers: dict[int, Record]) -> Victim:
-            return Victim(sum(r.length for r in layers.values()), lambda: self._evict(sid))
-
-        return [victim(sid, layers) for sid, layers in self._by_sid.items() if sid != keep]
+    def _victims(self, keep: bytes | None) -> Iterator[Victim]:
+        with self.lock:
+            held = list(self._by_sid.items())
+        for sid, layers in held:
+            if sid != keep and not self._pinned(sid):
+                size = sum(record.length for record in layers.values())
+                yield Victim(size, partial(self._evict, sid))
 
     def _apply(self, sid: bytes, layer: int, record: Record) -> None:
         with self.lock:
@@ -142,7 +152,8 @@ class SsmStore:
 
     def freeze(self) -> Iterator[Item]:
         """Everything held now, as snapshot items; damaged blobs stay damaged."""
-        held = [(sid, layer, r) for sid, ls in self._by_sid.items() for layer, r in ls.items()]
+        with self.lock:
+            held = [(sid, layer, r) for sid, ls in self._by_sid.items() for layer, r in ls.items()]
         return self._items(held)
 
     def _items(self, held: list[tuple[bytes, int, Record]]) -> Iterator[Item]:

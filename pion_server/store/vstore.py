@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +21,7 @@ from pion_server.formats import InputType
 from pion_server.payload import Buffer
 from pion_server.store.budget import MemoryBudget, Victim
 from pion_server.store.entries import RecordType, dump_meta
-from pion_server.store.log import Record, RecordLog
+from pion_server.store.log import MAX_META, Record, RecordLog
 from pion_server.store.manifests import Manifests
 from pion_server.store.rows import (
     Extent,
@@ -27,14 +29,18 @@ from pion_server.store.rows import (
     StoredRows,
     count_rows,
     cut_after,
+    held_between,
     overlay,
     select,
     select_filled,
+    select_ids,
 )
 from pion_server.store.schema import MAX_ROWS, Schema
 from pion_server.store.sessions import Blocks, Session, SessionTable, namespace_of, sides
 
 MAX_SNAPSHOTS = 16
+# Miss counters kept; beyond, the one longest untouched starts again at 1.
+MAX_ADMISSIONS = 65_536
 
 
 class StateStore(Protocol):
@@ -64,7 +70,7 @@ class VStore:
         self.on_change: list[Callable[[bytes], None]] = []
         self.pins: set[bytes] = set()
         self.expiry: dict[bytes, float] = {}
-        self.admissions: dict[bytes, int] = {}
+        self.admissions: OrderedDict[bytes, int] = OrderedDict()
         self.stored_bytes = 0
         self.evictions = 0
         self._wall_clock = wall_clock
@@ -103,26 +109,21 @@ class VStore:
             session = self.session(sid)
             self.table.touch(sid)
             held = session.layers.get(layer)
-            if fill and held:
-                return select_filled(held.format, held.extents, start, end)
-            found = select(held.extents, start, end) if held else None
-            return StoredRows(held.format, found) if held and found is not None else None
+            if held is None:
+                return None
+            found = (select_filled if fill else select)(held.extents, start, end)
+            return None if found is None else StoredRows(held.format, found)
 
-    def rows_by_id(self, sid: bytes, layer: int, ids: Sequence[int]) -> StoredRows | None:
-        """The rows of `ids` in the order asked; None if any of them was never written."""
+    def rows_by_id(
+        self, sid: bytes, layer: int, ids: Sequence[int], *, fill: bool = False
+    ) -> StoredRows | None:
+        """As `rows`, for the rows of `ids` in the order asked."""
         with self.lock:
             session = self.session(sid)
             self.table.touch(sid)
             held = session.layers.get(layer)
-            if held is None:
-                return None
-            found: list[Extent] = []
-            for row in ids:
-                piece = select(held.extents, row, row + 1)
-                if piece is None:
-                    return None
-                found.extend(piece)
-            return StoredRows(held.format, tuple(found))
+            found = select_ids(held.extents, ids, fill=fill) if held else None
+            return StoredRows(held.format, found) if held and found is not None else None
 
     # --- sessions ----------------------------------------------------------------------------
 
@@ -152,35 +153,45 @@ class VStore:
         """KV.PREFIX.REGISTER: both sides, kept if they fit, recreated empty if they do not."""
         wanted = list(zip(sides(ns), schemas, strict=True))
         held = [self.table.get(sid) for sid, _ in wanted]
-        fitting = all(
-            s is None or s.schema == schema for s, (_, schema) in zip(held, wanted, strict=True)
-        )
-        replaced = [] if fitting else [s.sid for s in held if s is not None]
-        missing = [w for w in wanted if not fitting or self.table.get(w[0]) is None]
+        unfit = [
+            s
+            for s, (_, schema) in zip(held, wanted, strict=True)
+            if s is not None and s.schema != schema
+        ]
+        if any(not s.empty for s in unfit):
+            unfit = [s for s in held if s is not None]
+        replaced = [s.sid for s in unfit]
+        missing = [w for w in wanted if w[0] in replaced or self.table.get(w[0]) is None]
         self._make_slots(len(missing) - len(replaced), ns)
+        k_sid = wanted[0][0]
         if missing:
             if replaced or ns in self.manifests.by_ns:
                 self.manifests.written(ns, None, owner)
-            self._log_sessions(missing, replaced)
-        k_side = self.session(wanted[0][0])
-        if blocks is not None:
-            self._set_blocks(k_side, blocks)
-        k_side.prefill_ms = prefill_ms
-        self.table.touch(k_side.sid)
+            self._log_sessions(missing, replaced, (k_sid, blocks) if blocks else None)
+        elif blocks is not None:
+            meta = {"s": k_sid, "b": blocks.block_size}
+            self.log.append(RecordType.BLOCKS, dump_meta(meta), [blocks.hashes])
+        with self.lock:
+            k_side = self.session(k_sid)
+            if blocks is not None:
+                k_side.blocks = blocks if blocks.count else None
+            k_side.prefill_ms = prefill_ms
+            self.table.touch(k_sid)
 
-    def _set_blocks(self, session: Session, blocks: Blocks) -> None:
-        meta = {"s": session.sid, "b": blocks.block_size}
-        self.log.append(RecordType.BLOCKS, dump_meta(meta), [blocks.hashes])
-        session.blocks = blocks if blocks.count else None
-
-    def _log_sessions(self, made: list[tuple[bytes, Schema]], replaced: list[bytes]) -> None:
-        if replaced:
-            self.log.append(RecordType.DROP, dump_meta({"s": replaced, "n": []}))
+    def _log_sessions(
+        self,
+        made: list[tuple[bytes, Schema]],
+        replaced: list[bytes],
+        table: tuple[bytes, Blocks] | None = None,
+    ) -> None:
+        """One record for all of it: a crash or a full disk leaves everything or nothing."""
+        meta: dict[str, Any] = {"s": [[sid, schema.to_json()] for sid, schema in made]}
+        meta |= {"x": replaced} if replaced else {}
+        meta |= {"b": [table[0], table[1].block_size]} if table else {}
+        self.log.append(RecordType.CREATE, dump_meta(meta), [table[1].hashes] if table else [])
+        with self.lock:
             for sid in replaced:
                 self.remove(sid)
-        listed = [[sid, schema.to_json()] for sid, schema in made]
-        self.log.append(RecordType.CREATE, dump_meta({"s": listed}))
-        with self.lock:
             for sid, schema in made:
                 self.table.add(sid, schema)
         for sid, _ in made:
@@ -190,7 +201,7 @@ class VStore:
         """Evict least recently used pairs until `wanted` more sessions fit under the cap."""
         excess = len(self.table) + wanted - self.table.max_sessions
         chosen: list[tuple[bytes, ...]] = []
-        for pair in self.table.oldest_pairs() if excess > 0 else ():
+        for pair in self._oldest_pairs() if excess > 0 else ():
             if excess <= 0:
                 break
             if self._evictable(pair, keep):
@@ -237,11 +248,13 @@ class VStore:
             runs = fmt.unpack(blob, count) if input is None else [fmt.encode(blob, count, input)]
         except ValueError as error:
             raise BadArgument(f"V.STOREBATCH: {error}") from error
-        covered = cover(held.extents if held else (), start, start + count)
-        self.budget.reserve((count - covered) * fmt.row_bytes, ns or sid)
-        self.manifests.written(ns, gen, owner)
         shapes = [(run.rows, run.header) for run in runs]
         meta = rows_meta(sid, layer, start, shapes)
+        if len(meta) > MAX_META:
+            raise BadArgument(f"V.STOREBATCH: {len(runs)} runs exceed one batch, send fewer rows")
+        covered = count_rows(held_between(held.extents, start, start + count)) if held else 0
+        self.budget.reserve((count - covered) * fmt.row_bytes, ns or sid)
+        self.manifests.written(ns, gen, owner)
         record = self.log.append(RecordType.ROWS, meta, [run.body for run in runs])
         self.apply_rows(session, layer, rows_extents(record, start, shapes, fmt.row_bytes))
         with self.lock:
@@ -252,10 +265,12 @@ class VStore:
         """Put logged rows into the index."""
         with self.lock:
             held = session.layer(layer)
-            before = held.stored_bytes
+            start, end = new[0].start, new[-1].end
+            more = end - start - count_rows(held_between(held.extents, start, end))
             held.extents = overlay(held.extents, new)
-            held.count = max(held.count, new[-1].end)
-            self.stored_bytes += held.stored_bytes - before
+            held.count = max(held.count, end)
+            held.held += more
+            self.stored_bytes += more * held.format.row_bytes
 
     # --- dropping ----------------------------------------------------------------------------
 
@@ -264,16 +279,22 @@ class VStore:
         held = [sid for sid in dict.fromkeys(sids) if self.table.get(sid)]
         if not held:
             return 0
-        for ns in {ns for ns in map(namespace_of, held) if ns is not None}:
+        touched = {ns for ns in map(namespace_of, held) if ns is not None}
+        for ns in touched:
             self.manifests.written(ns, None, owner)
-        self._log_drop(held, [], owner)
+        # A prefix of which nothing is left takes its pin and its expiry time with it.
+        gone = [ns for ns in touched if all(sid in held for sid in self._sides_held(ns))]
+        self._log_drop(held, gone, owner)
         return len(held)
+
+    def _sides_held(self, ns: bytes) -> list[bytes]:
+        return [sid for sid in sides(ns) if self.table.get(sid)]
 
     def drop_prefixes(self, names: Iterable[bytes], owner: object) -> int:
         """KV.PREFIX.DROP: the number of namespaces of which anything was held."""
         held = [ns for ns in dict.fromkeys(names) if self.holds(ns)]
         if held:
-            sids = [sid for ns in held for sid in sides(ns) if self.table.get(sid)]
+            sids = [sid for ns in held for sid in self._sides_held(ns)]
             self._log_drop(sids, held, owner)
         return len(held)
 
@@ -310,13 +331,15 @@ class VStore:
         self._log_drop(pair, [ns] if ns is not None else [], None)
         self.evictions += len(pair)
 
-    def _victims(self, keep: bytes | None) -> list[Victim]:
-        victims = []
-        for pair in self.table.oldest_pairs():
+    def _oldest_pairs(self) -> Iterator[tuple[bytes, ...]]:
+        with self.lock:
+            return self.table.oldest_pairs()
+
+    def _victims(self, keep: bytes | None) -> Iterator[Victim]:
+        for pair in self._oldest_pairs():
             if self._evictable(pair, keep):
                 size = sum(self.session(sid).stored_bytes for sid in pair)
-                victims.append(Victim(size, lambda pair=pair: self._evict(pair)))  # type: ignore[misc]
-        return victims
+                yield Victim(size, partial(self._evict, pair))
 
     # --- rewinding ---------------------------------------------------------------------------
 
@@ -353,10 +376,11 @@ class VStore:
             for index, count in cuts:
                 held = session.layers.get(index)
                 if held is not None and held.count > count:
-                    before = held.stored_bytes
+                    fewer = count_rows(held_between(held.extents, count, held.count))
                     held.extents = cut_after(held.extents, count)
                     held.count = count
-                    self.stored_bytes += held.stored_bytes - before
+                    held.held -= fewer
+                    self.stored_bytes -= fewer * held.format.row_bytes
 
     def release(self, sid: bytes, number: int) -> bool:
         """V.COMMIT: forget a snapshot; whether it existed."""
@@ -395,23 +419,21 @@ class VStore:
         """Drop every namespace whose time has come; how many there were."""
         now = self._wall_clock()
         due = [ns for ns, at in self.expiry.items() if at <= now]
-        for ns in due:
-            self.expiry.pop(ns, None)
+        for ns in [ns for ns in due if not self.holds(ns)]:
+            del self.expiry[ns]
         return self.drop_prefixes(due, None) if due else 0
 
     def admit(self, ns: bytes) -> int:
         """Count one more miss of `ns`."""
-        self.admissions[ns] = self.admissions.get(ns, 0) + 1
-        return self.admissions[ns]
+        count = self.admissions.pop(ns, 0) + 1
+        self.admissions[ns] = count
+        if len(self.admissions) > MAX_ADMISSIONS:
+            self.admissions.popitem(last=False)
+        return count
 
     def _changed(self, sid: bytes) -> None:
         for notify in self.on_change:
             notify(sid)
-
-
-def cover(extents: Extents, start: int, end: int) -> int:
-    """How many of the rows `[start, end)` are held already."""
-    return count_rows(tuple(e.clip(start, end) for e in extents if e.start < end and e.end > start))
 
 
 def membership(blocks: Blocks, probes: Buffer) -> bytes:
