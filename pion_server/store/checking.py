@@ -9,8 +9,9 @@ from pathlib import Path
 from pion_server.errors import DamagedEntry, printable
 from pion_server.store.entries import RecordType, load_meta, name_bytes
 from pion_server.store.files import DirectoryLock, StoreFile
-from pion_server.store.log import ForeignFile, LogReader, Record
+from pion_server.store.log import ForeignFile, Record
 from pion_server.store.opening import SSM_KIND, VSTORE_KIND, cut_tail
+from pion_server.store.reading import LogReader
 
 KINDS = {
     "pion.vstore.[0-9]*": VSTORE_KIND,

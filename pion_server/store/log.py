@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pion_server.errors import DamagedEntry, LogFailed
@@ -34,9 +34,7 @@ FILE_HEADER = struct.Struct("<8sII8sQII")
 HEAD = struct.Struct("<4s8sQB3xIQII")
 MAGIC, TRAILER_MAGIC = b"PREC", b"QREC"
 MAX_META = 1 << 24
-SCAN_WINDOW = 1 << 16
 READ_CHUNK = 1 << 20
-PUBLIC_MAGICS = (b"PIONVS01", b"PIONSS01")
 
 
 class ForeignFile(Exception):
@@ -93,18 +91,6 @@ class Record:
         return data
 
 
-@dataclass(slots=True)
-class ScanReport:
-    """What start-up found in one file."""
-
-    records: int = 0
-    recovered: int = 0
-    lost_bytes: int = 0
-    cut_at: int | None = None
-    cut_bytes: int = 0
-    notes: list[str] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class Head:
     """One parsed copy of a record's head and meta."""
@@ -130,155 +116,6 @@ def pack_head(magic: bytes, marker: bytes, head: Head) -> bytes:
 def pack_file_header(kind: int, marker: bytes, covers: int) -> bytes:
     bare = FILE_HEADER.pack(FILE_MAGIC, FILE_VERSION, kind, marker, covers, 0, 0)[:-4]
     return bare + struct.pack("<I", crc32c(bare))
-
-
-class _Window:
-    """Sequential reads through one window, so that a scan costs one read per 64 KiB or record."""
-
-    def __init__(self, file: StoreFile) -> None:
-        self._file = file
-        self._base = 0
-        self._data = b""
-
-    def read(self, offset: int, length: int) -> bytes:
-        start = offset - self._base
-        if start < 0 or start + length > len(self._data):
-            self._base, self._data = offset, self._file.read(offset, max(length, SCAN_WINDOW))
-            start = 0
-        return self._data[start : start + length]
-
-
-class LogReader:
-    """Reads one file's records at start-up, past any damage, without touching the file."""
-
-    def __init__(self, file: StoreFile, kind: int) -> None:
-        self.file = file
-        self.report = ScanReport()
-        self.size = file.size()
-        self.covers = 0
-        self.marker = b""
-        self._window = _Window(file)
-        if self.size:
-            self._read_file_header(kind)
-
-    def _read_file_header(self, kind: int) -> None:
-        raw = self._window.read(0, FILE_HEADER.size)
-        if len(raw) == FILE_HEADER.size:
-            magic, version, found_kind, marker, covers, _, crc = FILE_HEADER.unpack(raw)
-            if magic == FILE_MAGIC and crc == crc32c(raw[:-4]):
-                if version != FILE_VERSION or found_kind != kind:
-                    raise ForeignFile(
-                        f"{self.file.path.name}: format version {version} kind {found_kind}, "
-                        f"this server reads version {FILE_VERSION} kind {kind}"
-                    )
-                self.marker, self.covers = marker, covers
-                return
-        # The header is damaged or the file is not ours: the first record tells which.
-        first = self._window.read(FILE_HEADER.size, HEAD.size)
-        marker = first[4:12]
-        if len(first) == HEAD.size and first[:4] == MAGIC:
-            self.marker = marker
-            if self._head_at(FILE_HEADER.size, MAGIC) is not None:
-                self.report.notes.append("file header damaged, marker taken from the first record")
-                return
-        if self.size <= FILE_HEADER.size and FILE_MAGIC.startswith(raw[:8]):
-            self.report.notes.append("file header torn")
-            self.marker = b""
-            return
-        public = " (it looks like the public Pion server's)" if raw[:8] in PUBLIC_MAGICS else ""
-        raise ForeignFile(
-            f"{self.file.path.name} is not a pion-server record log{public}; "
-            "move it away or choose another --dir"
-        )
-
-    def _head_at(self, offset: int, magic: bytes) -> Head | None:
-        raw = self._window.read(offset, HEAD.size)
-        if len(raw) < HEAD.size or raw[:4] != magic:
-            return None
-        _, marker, seq, type_, meta_len, body_len, body_crc, crc = HEAD.unpack(raw)
-        if marker != self.marker or meta_len > MAX_META:
-            return None
-        meta = self._window.read(offset + HEAD.size, meta_len)
-        if len(meta) != meta_len or crc32c(raw[:-4] + meta) != crc:
-            return None
-        return Head(seq, type_, meta, body_len, body_crc)
-
-    def _resync(self, offset: int) -> tuple[int, bytes] | None:
-        """The next place behind `offset` that holds a valid head copy of either kind."""
-        at = offset
-        overlap = 4 + len(self.marker) - 1
-        while at < self.size:
-            data = self.file.read(at, READ_CHUNK)
-            if len(data) <= overlap:
-                return None
-            found = data.find(self.marker)
-            while found >= 0:
-                place = at + found - 4
-                if place >= offset:
-                    for magic in (MAGIC, TRAILER_MAGIC):
-                        if self._head_at(place, magic) is not None:
-                            return place, magic
-                found = data.find(self.marker, found + 1)
-            at += len(data) - overlap
-        return None
-
-    def records(self) -> Iterator[Record]:
-        """Every record that can be trusted, in file order; fills in `report`."""
-        if not self.marker:
-            if self.size:
-                self.report.cut_at, self.report.cut_bytes = 0, self.size
-            return
-        at = FILE_HEADER.size
-        while at < self.size:
-            head = self._head_at(at, MAGIC)
-            end = at + 2 * head.size + head.body_len if head else 0
-            if head and end <= self.size:
-                record = self._found(head, at + head.size)
-                if self._is_closed(end, head) or not self._is_torn(record, end):
-                    yield record
-                    at = end
-                    continue
-                self.report.records -= 1
-                self.report.cut_at, self.report.cut_bytes = at, self.size - at
-                return
-            nearest = self._resync(at + 1)
-            if nearest is None:
-                self.report.cut_at, self.report.cut_bytes = at, self.size - at
-                return
-            place, magic = nearest
-            if magic == MAGIC:
-                self.report.lost_bytes += place - at
-                at = place
-                continue
-            trailer = self._head_at(place, TRAILER_MAGIC)
-            start = place - trailer.body_len - trailer.size if trailer else -1
-            if trailer and start >= at:
-                self.report.lost_bytes += start - at
-                self.report.recovered += 1
-                yield self._found(trailer, start + trailer.size)
-            else:
-                self.report.lost_bytes += place - at
-            at = place + (trailer.size if trailer else 1)
-
-    def _is_closed(self, end: int, head: Head) -> bool:
-        """Whether the second head copy, or a record behind it, shows the record to be whole."""
-        return (
-            self._head_at(end - head.size, TRAILER_MAGIC) == head
-            or self._head_at(end, MAGIC) is not None
-        )
-
-    def _is_torn(self, record: Record, end: int) -> bool:
-        """A last record without its second head copy and with a wrong body was never finished."""
-        try:
-            record.verify()
-        except DamagedEntry:
-            return self._resync(end) is None
-        return False
-
-    def _found(self, head: Head, body: int) -> Record:
-        self.report.records += 1
-        place = (self.file, body)
-        return Record(head.seq, head.type, head.meta, place, head.body_len, head.body_crc)
 
 
 class RecordLog:
@@ -309,16 +146,13 @@ class RecordLog:
         """Whether anything survives the process at all."""
         return self.path is not None
 
-    def start_from(self, reader: LogReader, last_seq: int) -> None:
-        """Go on appending where `reader` stopped: cut its torn tail, keep its marker."""
-        report = reader.report
+    def start_from(self, marker: bytes, last_seq: int, end: int) -> None:
+        """Go on appending at `end`, behind record `last_seq`; what stands there is cut off."""
         self.seq = max(self.seq, last_seq)
-        if reader.marker:
-            self.marker = reader.marker
-        self.end = reader.size
-        if report.cut_at is not None:
-            self.end = report.cut_at
-            self.file.truncate(self.end)
+        self.marker = marker or self.marker
+        self.end = end
+        if self.file.size() > end:
+            self.file.truncate(end)
             self.file.sync()
 
     def append(self, type_: int, meta: bytes, body: Sequence[Buffer] = ()) -> Record:

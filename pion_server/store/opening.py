@@ -11,7 +11,8 @@ from pathlib import Path
 from pion_server.store.budget import MemoryBudget
 from pion_server.store.compaction import Compaction
 from pion_server.store.files import PRIVATE_DIR, PRIVATE_FILE, DirectoryLock, StoreFile
-from pion_server.store.log import READ_CHUNK, LogReader, Record, RecordLog
+from pion_server.store.log import READ_CHUNK, Record, RecordLog
+from pion_server.store.reading import LogReader
 from pion_server.store.snapshot import VStoreFreeze, replay
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore
@@ -199,7 +200,8 @@ def _replay(
         last = max(last, record.seq)
     if reader.report.cut_at is not None and keep_cut:
         cut_tail(log.file, reader.report.cut_at)
-    log.start_from(reader, last)
+    end = reader.size if reader.report.cut_at is None else reader.report.cut_at
+    log.start_from(reader.marker, last, end)
     _tell(log.file.path.name, reader, notices, "cut off")
 
 
