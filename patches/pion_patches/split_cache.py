@@ -19,6 +19,9 @@ from .split import SplitRows
 
 Rows = mx.array | SplitRows
 
+# Rows a sliding window keeps beyond itself, so that drafted tokens can be taken back.
+TRIM_SLACK = 64
+
 _base: Any = base  # mlx-lm is not typed
 _cache: Any = cache
 
@@ -225,11 +228,13 @@ class SplitWindowCache(SplitCache):
             return _base.create_causal_mask(N, before, window_size=window)
         return "causal"
 
-    def is_trimmable(self) -> bool:
-        return self._dropped == 0
-
     def trim(self, n: int) -> int:
-        if self._dropped:
+        """Forget the last ``n`` tokens while the window before them is still complete.
+
+        `TRIM_SLACK` tokens always can go, once this request has that many. Says that it is
+        trimmable and raises, since mlx-lm silently skips the trim of a cache that says it is not.
+        """
+        if self._dropped and self.suffix.offset - n < self.window - 1:
             raise PrefixTrimError(
                 f"cannot trim {n} tokens: rows before the sliding window of {self.window} are gone"
             )
@@ -250,15 +255,14 @@ class SplitWindowCache(SplitCache):
         return max(0, position - self.window + 1)
 
     def _drop_front(self) -> None:
-        # Copying the tail costs a window of rows, so it happens once in a window of tokens.
-        keep = self.window - 1
-        if self.suffix.offset < 2 * self.window:
+        # Copying the tail costs about a window of rows, so it happens once in a window of tokens.
+        keep = self.window - 1 + TRIM_SLACK
+        if self.suffix.offset < keep + self.window:
             return
         keys, values = self._own_rows()
         self._dropped += int(self.suffix.offset) - keep
         self.suffix = _cache.KVCache()
-        if keep:
-            self.suffix.update_and_fetch(keys[..., -keep:, :], values[..., -keep:, :])
+        self.suffix.update_and_fetch(keys[..., -keep:, :], values[..., -keep:, :])
 
 
 def plain_prompt_cache(prompt_cache: Sequence[Any]) -> list[Any]:
