@@ -22,6 +22,8 @@ from pion_server.formats.registry import register
 from pion_server.payload import Buffer
 
 _LEVELS = 254
+# Runs one PACKED blob may hold: each is named in the record that stores it.
+MAX_RUNS = 65_536
 _SMALLEST_RANGE = np.float32(1e-8)
 
 
@@ -72,13 +74,20 @@ class Int8(Format):
         return as_bytes(packed)
 
     def unpack(self, blob: Buffer, count: int) -> list[Run]:
-        """As `Format.unpack`; a new run begins where the eight bytes of (scale, min) change."""
+        """As `Format.unpack`; a new run begins where the eight bytes of (scale, min) change.
+
+        Raises ValueError for more than 65,536 runs, too.
+        """
         self._check_size("blob", blob, count, self.packed_row_bytes)
         packed = np.frombuffer(blob, dtype=np.uint8).reshape(count, self.packed_row_bytes)
         headers = np.ascontiguousarray(packed[:, : self.header_bytes])
         codes = as_bytes(np.ascontiguousarray(packed[:, self.header_bytes :]))
         pairs: NDArray[np.uint64] = headers.view(np.uint64)[:, 0]
         edges = [0, *(np.flatnonzero(pairs[1:] != pairs[:-1]) + 1).tolist(), count]
+        if len(edges) - 1 > MAX_RUNS:
+            raise ValueError(
+                f"{self.name}: {len(edges) - 1} runs exceed {MAX_RUNS} in one batch, send fewer rows"
+            )
         return [
             Run(headers[start].tobytes(), codes[start * self.dim : end * self.dim], end - start)
             for start, end in itertools.pairwise(edges)

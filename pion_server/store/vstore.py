@@ -21,7 +21,7 @@ from pion_server.formats import InputType
 from pion_server.payload import Buffer
 from pion_server.store.budget import MemoryBudget, Victim
 from pion_server.store.entries import RecordType, dump_meta
-from pion_server.store.log import MAX_META, Record, RecordLog
+from pion_server.store.log import Record, RecordLog
 from pion_server.store.manifests import Manifests
 from pion_server.store.rows import (
     Extent,
@@ -41,6 +41,8 @@ from pion_server.store.sessions import Blocks, Session, SessionTable, namespace_
 MAX_SNAPSHOTS = 16
 # Miss counters kept; beyond, the one longest untouched starts again at 1.
 MAX_ADMISSIONS = 65_536
+# Names one DROP record lists: the metadata of a record is bounded, the names of a command hardly.
+DROPS_A_RECORD = 1000
 
 
 class StateStore(Protocol):
@@ -68,6 +70,8 @@ class VStore:
         self.budget.add_source(lambda: self.stored_bytes, self._victims)
         self.ssm: StateStore | None = None
         self.on_change: list[Callable[[bytes], None]] = []
+        # Called with each namespace somebody dropped or that expired; not on eviction.
+        self.on_drop: list[Callable[[bytes], None]] = []
         self.pins: set[bytes] = set()
         self.expiry: dict[bytes, float] = {}
         self.admissions: OrderedDict[bytes, int] = OrderedDict()
@@ -250,8 +254,6 @@ class VStore:
             raise BadArgument(f"V.STOREBATCH: {error}") from error
         shapes = [(run.rows, run.header) for run in runs]
         meta = rows_meta(sid, layer, start, shapes)
-        if len(meta) > MAX_META:
-            raise BadArgument(f"V.STOREBATCH: {len(runs)} runs exceed one batch, send fewer rows")
         covered = count_rows(held_between(held.extents, start, start + count)) if held else 0
         self.budget.reserve((count - covered) * fmt.row_bytes, ns or sid)
         self.manifests.written(ns, gen, owner)
@@ -277,14 +279,15 @@ class VStore:
     def drop_sessions(self, sids: Iterable[bytes], owner: object) -> int:
         """V.DROP: raw sids; the number of sessions dropped."""
         held = [sid for sid in dict.fromkeys(sids) if self.table.get(sid)]
-        if not held:
-            return 0
-        touched = {ns for ns in map(namespace_of, held) if ns is not None}
-        for ns in touched:
-            self.manifests.written(ns, None, owner)
-        # A prefix of which nothing is left takes its pin and its expiry time with it.
-        gone = [ns for ns in touched if all(sid in held for sid in self._sides_held(ns))]
-        self._log_drop(held, gone, owner)
+        for at in range(0, len(held), DROPS_A_RECORD):
+            leaving = held[at : at + DROPS_A_RECORD]
+            touched = [ns for ns in dict.fromkeys(map(namespace_of, leaving)) if ns is not None]
+            for ns in touched:
+                self.manifests.written(ns, None, owner)
+            going = set(leaving)
+            # A prefix of which nothing is left takes its pin and its expiry time with it.
+            gone = [ns for ns in touched if going.issuperset(self._sides_held(ns))]
+            self._log_drop(leaving, gone, owner)
         return len(held)
 
     def _sides_held(self, ns: bytes) -> list[bytes]:
@@ -293,9 +296,10 @@ class VStore:
     def drop_prefixes(self, names: Iterable[bytes], owner: object) -> int:
         """KV.PREFIX.DROP: the number of namespaces of which anything was held."""
         held = [ns for ns in dict.fromkeys(names) if self.holds(ns)]
-        if held:
-            sids = [sid for ns in held for sid in self._sides_held(ns)]
-            self._log_drop(sids, held, owner)
+        for at in range(0, len(held), DROPS_A_RECORD):
+            leaving = held[at : at + DROPS_A_RECORD]
+            sids = [sid for ns in leaving for sid in self._sides_held(ns)]
+            self._log_drop(sids, leaving, owner)
         return len(held)
 
     def _log_drop(self, sids: Sequence[bytes], names: Sequence[bytes], owner: object) -> None:

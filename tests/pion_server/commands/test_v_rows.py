@@ -39,9 +39,7 @@ def count(client: RawClient, sid: bytes, layer: int = 0) -> int:
 
 
 @pytest.mark.parametrize("fmt", NUMBERS)
-def test_rows_come_back_as_their_format_reads_them(
-    client: RawClient, ns: bytes, fmt: str
-) -> None:
+def test_rows_come_back_as_their_format_reads_them(client: RawClient, ns: bytes, fmt: str) -> None:
     rows = values(3, 9, DIM)
     create(client, ns, fmt)
     store(client, ns, 2, 0, rows)
@@ -296,7 +294,9 @@ def test_batch_answers_layer_by_layer(client: RawClient, ns: bytes) -> None:
 def test_mixed_schemas_answer_each_layer_in_its_own_width(client: RawClient, ns: bytes) -> None:
     """D05: the layers exempt from quantising come back exactly."""
     layers = [("fp16", 32, 0), ("int8", 64, 0), ("bf16_rope_fp8_body", 96, 32), ("fp32", 32, 0)]
-    specs = [f"fmt={fmt},dim={dim}" + (f",rope={rope}" if rope else "") for fmt, dim, rope in layers]
+    specs = [
+        f"fmt={fmt},dim={dim}" + (f",rope={rope}" if rope else "") for fmt, dim, rope in layers
+    ]
     client.call("V.CREATE", ns, 0, "SCHEMA", 4, *specs)
     for layer, (_, dim, _) in enumerate(layers[:3]):
         store(client, ns, layer, 0, values(layer, 3, dim))
@@ -475,9 +475,7 @@ def test_a_batch_of_a_session_without_rows_is_refused(client: RawClient, ns: byt
     assert client.call("V.FETCH", ns + b"s", "BATCH", 0, 1) == [None, None]
 
 
-def test_too_many_int8_runs_in_one_batch_are_refused_not_lost(
-    client: RawClient, ns: bytes
-) -> None:
+def test_too_many_int8_runs_in_one_batch_are_refused_not_lost(client: RawClient, ns: bytes) -> None:
     """Each PACKED int8 row may bring a scale of its own; what a log record cannot name is no."""
     count_of_rows = 700_000
     packed = np.zeros((count_of_rows, 9), np.uint8)
