@@ -30,6 +30,9 @@ from pion_server.store.log import (
     pack_head,
 )
 
+# Rounds of copying new records beside the writers, before the last one stops them.
+CATCH_UPS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -44,23 +47,25 @@ class Part:
 class Item:
     """One record for the snapshot; `adopt` is told where its body lies once it counts.
 
-    A damaged item has no body and a checksum no body has: reading it stays an error.
+    `instead` makes the items to write when a part proves damaged while it is copied. A damaged
+    item has no body and a checksum no body has: reading it stays an error.
     """
 
     type: int
     meta: bytes
     parts: list[Part | bytes]
     adopt: Callable[[Record], None] | None = None
+    instead: Callable[[], Iterable[Item]] | None = None
     damaged: bool = False
 
 
 def whole_item(type_: int, meta: bytes, record: Record, adopt: Callable[[Record], None]) -> Item:
     """A record's body as it is, or a damaged item if it fails its checksum."""
-    try:
-        record.verify()
-    except DamagedEntry:
-        return Item(type_, meta, [], adopt, damaged=True)
-    return Item(type_, meta, [Part(record, 0, record.length)], adopt)
+
+    def damaged() -> list[Item]:
+        return [Item(type_, meta, [], adopt, damaged=True)]
+
+    return Item(type_, meta, [Part(record, 0, record.length)], adopt, damaged)
 
 
 class Compaction:
@@ -72,64 +77,77 @@ class Compaction:
         self._path = snapshot
         self._tmp = snapshot.with_name(snapshot.name + ".tmp")
         self.covers = log.seq
+        # Writers append to it while it is copied from, so it only grows until `finish`.
+        self._tail: list[tuple[Record, int, int]] = []
         self._moved: list[tuple[Record, int]] = []
         self._new_log: StoreFile | None = None
         self._new_end = 0
         self._adopted: list[tuple[Callable[[Record], None], Record]] = []
-        self._file: StoreFile | None = None
         self.bytes_written = 0
-        log.tail = []
+        log.tail = self._tail
 
     def write(self) -> None:
         """Write and flush the snapshot file; raises OSError with nothing changed."""
         self._tmp.unlink(missing_ok=True)
         file = StoreFile.open(self._tmp, truncate=True)
-        marker = self._log.marker
-        at = file.write([pack_file_header(self._log.kind, marker, self.covers)], 0)
+        at = file.write([pack_file_header(self._log.kind, self._log.marker, self.covers)], 0)
         for item in self._items:
-            head_size = len(pack_head(MAGIC, marker, Head(0, 0, item.meta, 0, 0)))
-            crc, end = int(item.damaged), at + head_size
+            at = self._write_item(file, at, item)
+        file.sync()
+        self.bytes_written = at
+
+    def _write_item(self, file: StoreFile, at: int, item: Item) -> int:
+        marker = self._log.marker
+        body = at + len(pack_head(MAGIC, marker, Head(0, 0, item.meta, 0, 0)))
+        crc, end = int(item.damaged), body
+        try:
             for part in item.parts:
                 crc, end = _copy(part, file, end, crc)
-            length = end - at - head_size
-            head = Head(self.covers, item.type, item.meta, length, crc)
-            file.write([pack_head(MAGIC, marker, head)], at)
-            file.write([pack_head(TRAILER_MAGIC, marker, head)], end)
-            if item.adopt is not None:
-                record = Record(head.seq, item.type, item.meta, (file, at + head_size), length, crc)
-                self._adopted.append((item.adopt, record))
-            at = end + head_size
-        file.sync()
-        self._file, self.bytes_written = file, at
+        except DamagedEntry:
+            if item.instead is None:
+                raise
+            for sound in item.instead():
+                at = self._write_item(file, at, sound)
+            return at
+        head = Head(self.covers, item.type, item.meta, end - body, crc)
+        file.write([pack_head(MAGIC, marker, head)], at)
+        file.write([pack_head(TRAILER_MAGIC, marker, head)], end)
+        if item.adopt is not None:
+            record = Record(head.seq, item.type, item.meta, (file, body), head.body_len, crc)
+            self._adopted.append((item.adopt, record))
+        return end + head.size
 
     def publish_copy(self, target: Path) -> None:
         """Rename the snapshot to `target` and change nothing else (SAVE to another path)."""
-        self._log.tail = None
         os.replace(self._tmp, target)
         sync_directory(target.parent)
 
     def catch_up(self) -> None:
         """Copy what was appended since the freeze into the new log, while writers go on."""
-        while self._log.tail:
-            self._copy_tail()
+        for _ in range(CATCH_UPS):
+            if not self._copy_tail():
+                break
+        if self._new_log is not None:
+            self._new_log.sync()
 
-    def _copy_tail(self) -> None:
-        tail, self._log.tail = self._log.tail or [], []
+    def _copy_tail(self) -> bool:
+        """Copy the records not copied yet; whether there were any."""
+        tail = self._tail[len(self._moved) :]
         if not tail:
-            return
+            return False
         if self._new_log is None:
             self._new_log = self._open_log()
             header = pack_file_header(self._log.kind, self._log.marker, 0)
             self._new_end = self._new_log.write([header], 0)
         for record, start, total in tail:
             file, body = record.where
-            shift = body - start
-            at = self._new_end
             for offset in range(0, total, READ_CHUNK):
-                data = file.read(start + offset, min(READ_CHUNK, total - offset))
-                self._new_log.write([data], at + offset)
-            self._moved.append((record, at + shift))
+                length = min(READ_CHUNK, total - offset)
+                data = _read(file, start + offset, length)
+                self._new_log.write([data], self._new_end + offset)
+            self._moved.append((record, self._new_end + body - start))
             self._new_end += total
+        return True
 
     def _open_log(self) -> StoreFile:
         if self._log.path is None:
@@ -141,24 +159,26 @@ class Compaction:
         return path.with_name(path.name + ".tmp")
 
     def finish(self) -> None:
-        """Put both files into place. The writer lock is held; readers go on meanwhile."""
-        self._copy_tail()
+        """Put both files into place. The writer lock is held; readers go on meanwhile.
+
+        OSError before the log's rename: the old log goes on, with either snapshot. After it there
+        is no way back, the new files are the store.
+        """
         log = self._log
-        if self._new_log is None:
-            self._new_log, self._new_end = self._open_log(), 0
-        self._new_log.sync()
+        if self._copy_tail() or self._new_log is None:
+            self._new_log = self._new_log or self._open_log()
+            self._new_log.sync()
         os.replace(self._tmp, self._path)
+        log.snapshot_bytes = self.bytes_written
         sync_directory(self._path.parent)
         if log.path is not None:
             os.replace(self._log_tmp(log.path), log.path)
-            sync_directory(log.path.parent)
         log.tail = None
-        log.replace(self._new_log, self._new_end, len(self._moved))
-        log.snapshot_bytes = self.bytes_written
         for record, body in self._moved:
             record.where = (self._new_log, body)
         for adopt, record in self._adopted:
             adopt(record)
+        log.replace(self._new_log, self._new_end, len(self._moved))
 
     def abandon(self) -> None:
         """Forget everything; the old snapshot and log stand as they were."""
@@ -169,15 +189,36 @@ class Compaction:
                 self._log_tmp(self._log.path).unlink(missing_ok=True)
 
 
+def _read(file: StoreFile, at: int, length: int) -> bytes:
+    data = file.read(at, length)
+    if len(data) != length:
+        raise OSError(f"{file.path.name} was cut short while it was copied")
+    return data
+
+
 def _copy(part: Part | bytes, target: StoreFile, at: int, crc: int) -> tuple[int, int]:
+    """Append a part to the body under way; its checksum and end. DamagedEntry: nothing to copy.
+
+    The copy gets a new checksum, so what it is made from must agree with its own right now: what
+    was verified when it was first served may have been damaged since.
+    """
     if isinstance(part, bytes):
         return crc32c(part, crc), at + target.write([part], at)
-    file, body = part.record.where
+    record = part.record
+    whole = part.length == record.length
+    if not whole:
+        record.verify(afresh=True)
+    file, body = record.where
+    own = 0
     for offset in range(part.offset, part.offset + part.length, READ_CHUNK):
         length = min(READ_CHUNK, part.offset + part.length - offset)
-        data = file.read(body + offset, length)
-        if len(data) != length:
-            raise OSError(f"{file.path.name} was cut short while it was copied")
-        crc = crc32c(data, crc)
+        try:
+            data = _read(file, body + offset, length)
+        except OSError as error:
+            raise DamagedEntry(str(error)) from error
+        crc, own = crc32c(data, crc), crc32c(data, own) if whole else own
         at += target.write([data], at)
+    if whole and own != record.crc:
+        record.distrust()
+        raise DamagedEntry("stored data is damaged: checksum mismatch")
     return crc, at

@@ -20,10 +20,14 @@ class StoreFile:
 
     Sent replies refer to the file their rows lie in, so a compaction may rename another file over
     its path at any time: the old bytes stay readable until the last reply is out.
+
+    `trust` is what verified data holds on to: `doubt()`, called when somebody else was caught
+    changing the file, makes it another object, and everything has to be verified again.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
+        self.trust = object()
         self._fd = fd
 
     @classmethod
@@ -46,6 +50,10 @@ class StoreFile:
     def size(self) -> int:
         """Current length in bytes."""
         return os.fstat(self._fd).st_size
+
+    def doubt(self) -> None:
+        """Nothing read from this file counts as verified any more."""
+        self.trust = object()
 
     def read(self, offset: int, length: int) -> bytes:
         """Up to `length` bytes at `offset`; shorter only at the end of the file."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from pathlib import Path
 from pion_server.errors import DamagedEntry, LogFailed
 from pion_server.payload import Buffer
 from pion_server.store.checksum import crc32c
-from pion_server.store.files import StoreFile
+from pion_server.store.files import StoreFile, sync_directory
 
 FILE_MAGIC = b"PIONLOG1"
 FILE_VERSION = 1
@@ -52,17 +53,24 @@ class Record:
     where: tuple[StoreFile, int]
     length: int
     crc: int
-    verified: bool = False
+    _trusted: object = None
 
-    def verify(self) -> None:
-        """Compare the whole body with its checksum once; afterwards only its presence.
+    @property
+    def verified(self) -> bool:
+        """Whether the body, where it lies now, was compared with its checksum."""
+        return self._trusted is self.where[0].trust
+
+    def verify(self, *, afresh: bool = False) -> None:
+        """Compare the whole body with its checksum once (or again); otherwise only its presence.
 
         Raises DamagedEntry for a wrong checksum, a read error or a file cut short.
         """
         file, offset = self.where
+        trust = file.trust
         try:
-            if self.verified:
+            if self._trusted is trust and not afresh:
                 if file.size() < offset + self.length:
+                    file.doubt()
                     raise DamagedEntry("stored data is damaged: its file was cut short")
                 return
             crc, at, end = 0, offset, offset + self.length
@@ -75,8 +83,13 @@ class Record:
         except OSError as error:
             raise DamagedEntry(f"stored data cannot be read: {error.strerror}") from error
         if crc != self.crc:
+            self.distrust()
             raise DamagedEntry("stored data is damaged: checksum mismatch")
-        self.verified = True
+        self._trusted = trust
+
+    def distrust(self) -> None:
+        """Forget that the body was verified."""
+        self._trusted = None
 
     def read(self) -> bytes:
         """The verified body."""
@@ -138,6 +151,7 @@ class RecordLog:
         self.failed: str | None = None
         self.tail: list[tuple[Record, int, int]] | None = None
         self._unsynced = False
+        self._sync_lock = threading.Lock()
         self.file = StoreFile.open(path) if path else StoreFile.anonymous(directory)
         self.end = 0
 
@@ -151,9 +165,10 @@ class RecordLog:
         self.seq = max(self.seq, last_seq)
         self.marker = marker or self.marker
         self.end = end
+        # What an earlier process acknowledged may still be in the kernel only.
+        self._unsynced = True
         if self.file.size() > end:
             self.file.truncate(end)
-            self.file.sync()
 
     def append(self, type_: int, meta: bytes, body: Sequence[Buffer] = ()) -> Record:
         """Append one record; it is with the kernel when this returns.
@@ -161,8 +176,9 @@ class RecordLog:
         Raises LogFailed (disk full, over --max-disk, I/O error, an earlier failed fsync) with the
         file as it was before.
         """
-        if self.failed:
-            raise LogFailed(f"the log failed earlier and takes no more writes: {self.failed}")
+        self._check_file()
+        if len(meta) > MAX_META:
+            raise LogFailed(f"a record's description of {len(meta)} bytes exceeds {MAX_META}")
         length = sum(len(memoryview(part).cast("B")) for part in body)
         crc = 0
         for part in body:
@@ -194,6 +210,17 @@ class RecordLog:
             self.tail.append((record, first, total - (first - start)))
         return record
 
+    def _check_file(self) -> None:
+        """Notice a file that somebody else removed (writes would be lost) or changed in length."""
+        status = os.fstat(self.file.fileno())
+        if self.durable and status.st_nlink == 0 and not self.failed:
+            self.failed = f"{self.file.path.name} was removed"
+        if self.failed:
+            raise LogFailed(f"the log failed earlier and takes no more writes: {self.failed}")
+        if status.st_size != self.end:
+            # Cut short, then written on: what was verified may be a hole of zeros by now.
+            self.file.doubt()
+
     def _undo(self, start: int, cause: OSError) -> None:
         try:
             self.file.truncate(start)
@@ -201,19 +228,32 @@ class RecordLog:
             self.failed = f"{cause.strerror}, and the torn record could not be cut off"
 
     def sync(self) -> None:
-        """Flush to stable storage. A failure is final: what the kernel dropped is unknown."""
-        if self.failed:
-            raise LogFailed(f"the log failed earlier and takes no more writes: {self.failed}")
-        if not self._unsynced or not self.durable:
-            return
-        self._unsynced = False
-        try:
-            self.file.sync()
-        except OSError as error:
-            self.failed = f"fsync: {error.strerror}"
-            raise LogFailed(f"fsync failed: {error.strerror}") from error
+        """Flush to stable storage all that was appended before this call.
+
+        A failure is final: what the kernel dropped is unknown.
+        """
+        with self._sync_lock:
+            if self.failed:
+                raise LogFailed(f"the log failed earlier and takes no more writes: {self.failed}")
+            if not self._unsynced or not self.durable:
+                return
+            self._unsynced = False
+            try:
+                self.file.sync()
+            except OSError as error:
+                self.failed = f"fsync: {error.strerror}"
+                raise LogFailed(f"fsync failed: {error.strerror}") from error
 
     def replace(self, file: StoreFile, end: int, records: int) -> None:
-        """Continue in a new file of `records` records that already stands under this log's path."""
+        """Continue in a new file of `records` records that already stands under this log's path.
+
+        If the directory cannot be flushed, the name may not survive: the log fails.
+        """
         self.file, self.end = file, end
         self.appended = records
+        if self.path is not None:
+            try:
+                sync_directory(self.path.parent)
+            except OSError as error:
+                self.failed = f"fsync of its directory: {error.strerror}"
+                raise

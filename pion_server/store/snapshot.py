@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,14 @@ MAX_BODY = 16 << 20
 class _FrozenLayer:
     index: int
     format: Format
-    count: int
     extents: Extents
+
+
+@dataclass(frozen=True, slots=True)
+class _FrozenSession:
+    session: Session
+    blocks: Blocks | None
+    layers: list[_FrozenLayer]
 
 
 class VStoreFreeze:
@@ -36,7 +42,11 @@ class VStoreFreeze:
         self._covers = store.log.seq
         with store.lock:
             self._sessions = [
-                (s, [_FrozenLayer(i, x.format, x.count, x.extents) for i, x in s.layers.items()])
+                _FrozenSession(
+                    s,
+                    s.blocks,
+                    [_FrozenLayer(i, x.format, x.extents) for i, x in s.layers.items()],
+                )
                 for s in store.table
             ]
             self._manifests = list(store.manifests.by_ns.items())
@@ -48,14 +58,17 @@ class VStoreFreeze:
     def items(self) -> Iterator[Item]:
         """Snapshot items; read in a thread, they touch nothing that may change meanwhile."""
         yield Item(RecordType.GENERATION, dump_meta({"g": self._last_gen}), [])
-        for session, layers in self._sessions:
+        for frozen in self._sessions:
+            session, blocks = frozen.session, frozen.blocks
             listed = [[session.sid, session.schema.to_json()]]
             yield Item(RecordType.CREATE, dump_meta({"s": listed}), [])
-            for layer in layers:
-                yield from self._layer_items(session, layer)
-            if session.blocks is not None:
-                meta = dump_meta({"s": session.sid, "b": session.blocks.block_size})
-                yield Item(RecordType.BLOCKS, meta, [session.blocks.hashes])
+            for layer in frozen.layers:
+                self._places[(session.index, layer.index)] = ()
+                for group in _groups(layer.extents, layer.format.row_bytes):
+                    yield self._rows_item(session, layer, group)
+            if blocks is not None:
+                meta = dump_meta({"s": session.sid, "b": blocks.block_size})
+                yield Item(RecordType.BLOCKS, meta, [blocks.hashes])
         for ns, manifest in self._manifests:
             yield self._manifest_item(ns, manifest)
         for ns in self._pins:
@@ -71,44 +84,46 @@ class VStoreFreeze:
         meta = dump_meta({"n": ns, "g": manifest.gen})
         return whole_item(RecordType.MANIFEST, meta, manifest.record, adopt)
 
-    def _layer_items(self, session: Session, layer: _FrozenLayer) -> Iterator[Item]:
-        key = (session.index, layer.index)
-        self._places[key] = ()
-        row_bytes = layer.format.row_bytes
-        for group in _groups(layer.extents, row_bytes):
-            first = group[0]
-            if first.record is None:
-                lost = {"s": session.sid, "l": layer.index, "a": first.start, "r": first.rows}
-                self._places[key] += (first,)
-                yield Item(RecordType.LOST, dump_meta(lost), [])
-                continue
-            parts: list[Part | bytes] = [
-                Part(e.record, e.shift + (e.start - e.base) * row_bytes, e.rows * row_bytes)
-                for e in group
-                if e.record is not None
-            ]
-            runs = [(e.rows, e.header) for e in group]
-            start = first.start
+    def _rows_item(
+        self, session: Session, layer: _FrozenLayer, group: Sequence[Extent], again: bool = False
+    ) -> Item:
+        """One item for a group of adjacent extents, or for one lost extent."""
+        key, row_bytes, start = (session.index, layer.index), layer.format.row_bytes, group[0].start
+        if group[0].record is None:
+            lost = {"s": session.sid, "l": layer.index, "a": start, "r": group[0].rows}
 
-            def adopt(
-                record: Record, start: int = start, runs: list[tuple[int, bytes]] = runs
-            ) -> None:
-                self._places[key] += rows_extents(record, start, runs, row_bytes)
+            def adopt_lost(_: Record) -> None:
+                self._places[key] += (group[0],)
 
-            yield Item(
-                RecordType.ROWS, rows_meta(session.sid, layer.index, start, runs), parts, adopt
-            )
+            return Item(RecordType.LOST, dump_meta(lost), [], adopt_lost)
+        runs = [(e.rows, e.header) for e in group]
+        parts: list[Part | bytes] = [
+            Part(e.record, e.shift + (e.start - e.base) * row_bytes, e.rows * row_bytes)
+            for e in group
+            if e.record is not None
+        ]
+
+        def adopt(record: Record) -> None:
+            self._places[key] += rows_extents(record, start, runs, row_bytes)
+
+        def instead() -> Iterator[Item]:
+            for sound in _groups(tuple(map(_lost_if_damaged, group)), row_bytes):
+                yield self._rows_item(session, layer, sound, again=True)
+
+        meta = rows_meta(session.sid, layer.index, start, runs)
+        return Item(RecordType.ROWS, meta, parts, adopt, None if again else instead)
 
     def adopt(self) -> None:
         """Point the live index at the snapshot's copies; rows written since stay as they are."""
         with self._store.lock:
-            for session, layers in self._sessions:
+            for frozen in self._sessions:
+                session = frozen.session
                 if self._store.table.get(session.sid) is not session:
                     continue
-                for frozen in layers:
-                    held = session.layers.get(frozen.index)
+                for layer in frozen.layers:
+                    held = session.layers.get(layer.index)
                     if held is not None:
-                        places = self._places[(session.index, frozen.index)]
+                        places = self._places[(session.index, layer.index)]
                         held.extents = self._moved(held.extents, places)
 
     def _moved(self, extents: Extents, places: Extents) -> Extents:
@@ -122,16 +137,20 @@ class VStoreFreeze:
         return tuple(moved)
 
 
+def _lost_if_damaged(extent: Extent) -> Extent:
+    try:
+        if extent.record is not None:
+            extent.record.verify(afresh=True)
+    except DamagedEntry:
+        return replace(extent, record=None)
+    return extent
+
+
 def _groups(extents: Extents, row_bytes: int) -> Iterator[list[Extent]]:
-    """Adjacent sound extents, up to 16 MiB together and cut to that size; lost ones alone."""
+    """Adjacent extents, up to 16 MiB together and cut to that size; lost ones alone."""
     group: list[Extent] = []
     size = 0
     for extent in extents:
-        try:
-            if extent.record is not None:
-                extent.record.verify()
-        except DamagedEntry:
-            extent = replace(extent, record=None)
         step = max(1, MAX_BODY // row_bytes)
         for start in range(extent.start, extent.end, step):
             piece = extent.clip(start, start + step)

@@ -49,21 +49,24 @@ def unmanifested(image: Image) -> list[Image]:
 
 
 def register(ns: str, fmt: str, hashes: bytes = b"") -> Act:
-    """Both sides; one of another format drops what both held. Then the block table."""
-    wanted = {("session", side): (fmt, DIM) for side in SIDES}
+    """Both sides, and the block table if there is one. A side of another format that holds rows
+    takes the other side with it; an empty one adopts the format."""
 
     def lead(image: Image) -> list[Image]:
-        held = {key: value for key, value in image.items() if key[0] == "session"}
+        held = {key[1] for key in image if key[0] == "session"}
+        unfit = {side for side in held if image[("session", side)] != (fmt, DIM)}
+        if any(key[0] == "rows" and key[1] in unfit for key in image):
+            unfit = held
         images = [image]
-        if held != wanted:
+        if unfit or held != set(SIDES):
             images += unmanifested(image)
-            if any(wanted[key] != value for key, value in held.items()):
-                images.append(without(images[-1], "session", "rows", "blocks"))
-            images.append(images[-1] | wanted)
+        made = images[-1]
+        for side in unfit:
+            made = without(made, "session", "rows", "blocks", side=side)
+        made = made | {("session", side): (fmt, DIM) for side in SIDES}
         if hashes:
-            table = struct.pack("<II", 16, len(hashes) // 8) + hashes
-            images.append(images[-1] | {("blocks", "_pk"): table})
-        return images
+            made |= {("blocks", "_pk"): struct.pack("<II", 16, len(hashes) // 8) + hashes}
+        return [*images, made]
 
     blocks = ("BLOCKS", 16, len(hashes) // 8, hashes) if hashes else ()
     return Act(("KV.PREFIX.REGISTER", ns, DIM, fmt, *blocks), lead)
