@@ -35,6 +35,11 @@ class Config:
     ssm_budget: int | None = None
     export_budget: int | None = None
     export_directory: Path | None = None
+    attention: bool = True
+    attention_fp16: bool = False
+    fa_window: int = 0
+    sdpa_slots: int = 256
+    sdpa_auto_warm: bool = False
     keyspace_log: bool = True
     vstore_log: bool = True
     auto_save: bool = True

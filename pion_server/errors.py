@@ -7,6 +7,8 @@ CommandError                the whole reply text after `-`, one line
 ├── LogFailed               -MISCONF: the log cannot take the record (disk full, I/O error)
 ├── Stale                   -STALE: a fill that is no longer the current one
 ├── DamagedEntry            ERR: a checksum or a read failed; only this entry is affected
+├── EngineOff               ERR attention engine not available …
+├── ColdMiss                -COLDMISS: demoted attention state, to be brought back by WARM
 ├── AuthRequired            -NOAUTH
 ├── WrongPassword           -WRONGPASS
 └── NotPermitted            -NOPERM
@@ -59,6 +61,16 @@ class Stale(CommandError):
 
 class DamagedEntry(CommandError):
     """Stored bytes failed their checksum or could not be read."""
+
+
+class EngineOff(CommandError):
+    """Attention is turned off, or MLX is not installed or does not work."""
+
+
+class ColdMiss(CommandError):
+    """The attention state was demoted; KV.PREFIX.WARM brings it back from stored rows."""
+
+    prefix = "COLDMISS"
 
 
 class AuthRequired(CommandError):

@@ -97,9 +97,9 @@ def password_file(text: str) -> str:
 
 
 _NET, _DATA, _LIMITS, _REPORTS = "Network", "Data and durability", "Limits", "Reports"
-_ENGINE, _LATER = "Attention engine (accepted; this version has none)", "Not in this version"
+_ENGINE, _LATER = "Attention engine (with MLX installed)", "Not in this version"
 _ALONE = "one worker runs alone anyway"
-_NO_ENGINE = "this version computes no attention"
+_DEVICE = "attention is on, on MLX's default device"
 
 FLAGS: tuple[Flag, ...] = (
     Flag("-p, --port", _NET, "TCP port, 0: any free one", "port", "N", number(0, 65535)),
@@ -189,13 +189,39 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--no-crash-log", _REPORTS, "no such lines", "crash_log_wanted", value=False),
     Flag("-v, --version", _REPORTS, "print the version", "action", value="version"),
     Flag("-h, --help", _REPORTS, "print this", "action", value="help"),
-    Flag("--metal-attention", _ENGINE, "", notice=_NO_ENGINE),
-    Flag("--metal-attention-fp16", _ENGINE, "", notice=_NO_ENGINE),
-    Flag("--cuda-attention", _ENGINE, "", notice=_NO_ENGINE),
-    Flag("--no-attention", _ENGINE, "", notice=_NO_ENGINE),
-    Flag("--fa-window", _ENGINE, "", metavar="N", notice=_NO_ENGINE, read=number(0, 2**32 - 1)),
-    Flag("--sdpa-slots", _ENGINE, "", metavar="N", notice=_NO_ENGINE, read=number(1, 1_000_000)),
-    Flag("--sdpa-auto-warm", _ENGINE, "", notice=_NO_ENGINE),
+    Flag("--metal-attention", _ENGINE, "accepted: " + _DEVICE),
+    Flag(
+        "--metal-attention-fp16",
+        _ENGINE,
+        "keep K and V as float16, half the memory",
+        "attention_fp16",
+        value=True,
+    ),
+    Flag("--cuda-attention", _ENGINE, "accepted: " + _DEVICE),
+    Flag("--no-attention", _ENGINE, "ATTEND.* and WARM refuse", "attention", value=False),
+    Flag(
+        "--fa-window",
+        _ENGINE,
+        "prefix tokens seen by queries that name no window, 0: all",
+        "fa_window",
+        "N",
+        number(0, 2**31 - 1),
+    ),
+    Flag(
+        "--sdpa-slots",
+        _ENGINE,
+        "layers kept ready; beyond, the least recently used turn cold",
+        "sdpa_slots",
+        "N",
+        number(1, 1_000_000),
+    ),
+    Flag(
+        "--sdpa-auto-warm",
+        _ENGINE,
+        "bring cold layers back at a query, not at KV.PREFIX.WARM",
+        "sdpa_auto_warm",
+        value=True,
+    ),
     Flag("--unixsocket", _LATER, "", metavar="PATH", missing=True),
     Flag("--tenant", _LATER, "", metavar="NAME=PASSWORD", missing=True),
     Flag("--tenant-quota", _LATER, "", metavar="NAME=BYTES[,SESSIONS]", missing=True),

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+from pion_server.attend.service import Attention
 from pion_server.config import Config
 from pion_server.store.opening import StoreOptions, Stores, open_stores
 from pion_server.store.ssm import SsmStore
@@ -127,11 +128,13 @@ class ServerState:
     stop: Callable[[str], None] = lambda reason: None
     save_lock: WriterLock = field(default_factory=WriterLock)
     group_commit: GroupCommit = field(init=False)
+    attend: Attention = field(init=False)
     total_fetches: int = 0
     short_fetches: int = 0
 
     def __post_init__(self) -> None:
         self.group_commit = GroupCommit(self.stores.sync)
+        self.attend = Attention(self.config, self.vstore, self.writer_lock)
 
     @property
     def vstore(self) -> VStore:

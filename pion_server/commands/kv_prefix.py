@@ -169,10 +169,10 @@ def info(ctx: Context, args: Args) -> bytes:
         "directory_enabled": 0,
         "my_worker_id": state.worker_id,
         "directory_entries": 0,
-        "sdpa_warm": 0,
-        "sdpa_cold": 0,
-        "sdpa_demotions": 0,
-        "sdpa_rehydrates": 0,
+        "sdpa_warm": state.attend.slots.warm,
+        "sdpa_cold": state.attend.slots.cold,
+        "sdpa_demotions": state.attend.slots.demotions,
+        "sdpa_rehydrates": state.attend.slots.rehydrates,
         "vstore_short_fetches": state.short_fetches,
     }
     return "".join(f"{key}:{value}\r\n" for key, value in fields.items()).encode()

@@ -90,7 +90,6 @@ def test_flags_without_effect_are_accepted_with_a_notice() -> None:
         "--epoll",
         "--cluster-enabled",
         "--moe-cache",
-        "--metal-attention",
     ]
     for name in IGNORED:
         assert parse([name, "x"], {}).notices

@@ -1,0 +1,218 @@
+"""ATTEND.*: attention over K/V that stays in the server; KV.PREFIX.WARM, which brings it back."""
+
+from __future__ import annotations
+
+from pion_server.attend.requests import (
+    BLOCK_MEAN,
+    BlockQuery,
+    DenseQuery,
+    FusedQuery,
+    OneShot,
+    SparseQuery,
+    Store,
+)
+from pion_server.attend.sessions import Key, Shape
+from pion_server.commands import arguments
+from pion_server.commands.arguments import integer
+from pion_server.commands.registry import Args, Context, command
+from pion_server.payload import Buffer
+
+# What the binary lane can name: layers and head counts are 16 bits there, so they are here.
+_LAYERS = _HEADS = 65_535
+_SIZES = 2**31 - 1
+_WARM_HEADS, _WARM_DIM = 256, 512
+
+
+@command("ATTEND.PREFIX.STORE", min_args=7, max_args=7, sids="first")
+def store(ctx: Context, args: Args) -> object:
+    """ATTEND.PREFIX.STORE <sid> <layer> <H> <N> <D> <K> <V>
+
+    K and V float32 `[H][N][D]`; replaces what the layer had.
+    """
+    ctx.state.attend.require()
+    shape = Shape(_heads(args[2], "H"), _positive(args[3], "N"), _positive(args[4], "D"))
+    request = Store.of(_key(args), shape, args[5], args[6])
+
+    async def work() -> str:
+        await ctx.state.attend.store(request)
+        return "OK"
+
+    return work()
+
+
+@command("ATTEND.PREFIX.LOOKUP", min_args=2, max_args=2, sids="first")
+def lookup(ctx: Context, args: Args) -> str:
+    """ATTEND.PREFIX.LOOKUP <sid> <layer>
+
+    `+HIT` (ready), `+COLD` (KV.PREFIX.WARM brings it back) or `+MISS`.
+    """
+    ctx.state.attend.require()
+    return ctx.state.attend.slots.state(_key(args))
+
+
+@command("ATTEND.PREFIX.DROP", min_args=1, max_args=2, sids="first")
+def drop(ctx: Context, args: Args) -> int:
+    """ATTEND.PREFIX.DROP <sid> [<layer>]
+
+    Forgets a layer, or all of them, cold ones too; answers how many there were.
+    """
+    ctx.state.attend.require()
+    layer = _layer(args[1]) if len(args) > 1 else None
+    return ctx.state.attend.drop(arguments.name(args[0]), layer)
+
+
+@command("ATTEND.PREFIX.QUERY", min_args=6, max_args=7, sids="first")
+def query(ctx: Context, args: Args) -> object:
+    """ATTEND.PREFIX.QUERY <sid> <layer> <H> <D> <top_k> <Q> [<fa_window>]
+
+    Q `[H][M][D]`; answers `[H][M][D]` and, for M > 1, the log-sum-exp `[H][M]`.
+    """
+    ctx.state.attend.require()
+    heads, dim = _heads(args[2], "H"), _positive(args[3], "D")
+    _positive(args[4], "top_k")
+    request = DenseQuery.of(_key(args), heads, dim, args[5], _window(args[6:]))
+    return ctx.state.attend.answer(request)
+
+
+@command("ATTEND.PREFIX.QUERY_FUSED", min_args=10, max_args=11, sids="first")
+def query_fused(ctx: Context, args: Args) -> object:
+    """ATTEND.PREFIX.QUERY_FUSED <sid> <layer> <H_q> <D> <S> <H_kv> <Q> <K> <V> <map> [<fa_window>]
+
+    Q `[H_q][M][D]` over the prefix and a causal suffix K, V `[H_kv][S][D]`; answers as Q.
+    """
+    ctx.state.attend.require()
+    heads_q, dim = _heads(args[2], "H_q"), _positive(args[3], "D")
+    suffix = integer(args[4], "S_suf", 0, _SIZES)
+    heads = heads_q, _heads(args[5], "H_kv")
+    request = FusedQuery.of(_key(args), heads, dim, suffix, args[6:10], _window(args[10:]))
+    return ctx.state.attend.answer(request)
+
+
+@command("ATTEND.PREFIX.QUERY_SPARSE", min_args=8, max_args=9, sids="first")
+def query_sparse(ctx: Context, args: Args) -> object:
+    """ATTEND.PREFIX.QUERY_SPARSE <sid> <layer> <H> <D> <K_max> <Q> <indices> <counts> [<fa_window>]
+
+    Q `[H][D]`; head h sees the first `counts[h]` (u32) of `indices[h]` (i32, `[H][K_max]`).
+    """
+    ctx.state.attend.require()
+    heads, dim = _heads(args[2], "H"), _positive(args[3], "D")
+    most = _positive(args[4], "K_sparse_max")
+    request = SparseQuery.of(_key(args), heads, dim, most, args[5:8], _window(args[8:]))
+    return ctx.state.attend.answer(request)
+
+
+@command(
+    "ATTEND.PREFIX.QUERY_SPARSE_AUTO",
+    min_args=9,
+    max_args=11,
+    sids="first",
+    args="<sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <Q> <head_map> [<fa_window>] [<selector>]",
+)
+def query_sparse_auto(ctx: Context, args: Args) -> object:
+    """ATTEND.PREFIX.QUERY_SPARSE_AUTO <sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <Q> <map> ...
+
+    Q `[H_q][D]` over the `K_top` best blocks of `B` tokens and the last one.
+    """
+    ctx.state.attend.require()
+    blobs = [args[7], b"", b"", args[8]]
+    return ctx.state.attend.answer(_block_query("QUERY_SPARSE_AUTO", args, 0, blobs, args[9:]))
+
+
+@command(
+    "ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED",
+    min_args=12,
+    max_args=14,
+    sids="first",
+    args="<sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <S> <Q> <K> <V> <head_map> "
+    "[<fa_window>] [<selector>]",
+)
+def query_sparse_auto_fused(ctx: Context, args: Args) -> object:
+    """ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED <sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <S> <Q> ...
+
+    As QUERY_SPARSE_AUTO, with a suffix K, V `[H_kv][S][D]` seen whole, in one softmax.
+    """
+    ctx.state.attend.require()
+    suffix = integer(args[7], "S_suf", 0, _SIZES)
+    name = "QUERY_SPARSE_AUTO_FUSED"
+    return ctx.state.attend.answer(_block_query(name, args, suffix, args[8:12], args[12:]))
+
+
+@command("ATTEND.QUERYBATCH", min_args=7, max_args=7)
+def querybatch(ctx: Context, args: Args) -> object:
+    """ATTEND.QUERYBATCH <H> <N> <D> <top_k> <Q> <K> <V>
+
+    One-shot: Q `[H][D]` over K, V `[H][N][D]`, the `top_k` highest scores of each head.
+    """
+    ctx.state.attend.require()
+    shape = Shape(_heads(args[0], "H"), _positive(args[1], "N"), _positive(args[2], "D"))
+    request = OneShot.of(shape, _positive(args[3], "top_k"), args[4:7])
+    return ctx.state.attend.answer_once(request)
+
+
+@command(
+    "KV.PREFIX.WARM",
+    min_args=3,
+    max_args=4,
+    names="first",
+    sids=lambda args: (3,) if len(args) > 3 else (),
+)
+def warm(ctx: Context, args: Args) -> object:
+    """KV.PREFIX.WARM <ns> <H> <D> [<attend_sid>]
+
+    Fills attention slots from stored rows: `+<layers>`, with ` skipped_dim=<n>` for layers of
+    another width.
+    """
+    attend = ctx.state.attend
+    attend.require()
+    heads = integer(args[1], "H", 1, _WARM_HEADS)
+    dim = integer(args[2], "D", 1, _WARM_DIM)
+    ns = arguments.name(args[0])
+    sid = arguments.name(args[3]) if len(args) > 3 else ns
+
+    async def work() -> str:
+        warmed, skipped = await attend.warm(ns, heads, dim, sid)
+        return f"{warmed} skipped_dim={skipped}" if skipped else str(warmed)
+
+    return work()
+
+
+def _block_query(
+    name: str, args: Args, suffix: int, blobs: list[Buffer], options: Args
+) -> BlockQuery:
+    heads_q, dim = _heads(args[2], "H_q"), _positive(args[3], "D")
+    blocks = _positive(args[4], "B"), _positive(args[5], "K_top")
+    heads = heads_q, _heads(args[6], "H_kv")
+    selector = integer(options[1], "selector_id") if len(options) > 1 else BLOCK_MEAN
+    return BlockQuery.of(
+        f"ATTEND.PREFIX.{name}",
+        _key(args),
+        heads,
+        dim,
+        blocks,
+        suffix,
+        blobs,
+        _window(options[:1]),
+        selector,
+    )
+
+
+def _key(args: Args) -> Key:
+    return arguments.name(args[0]), _layer(args[1])
+
+
+def _layer(value: Buffer) -> int:
+    return integer(value, "layer_id", 0, _LAYERS)
+
+
+def _heads(value: Buffer, what: str) -> int:
+    return integer(value, what, 1, _HEADS)
+
+
+def _positive(value: Buffer, what: str) -> int:
+    return integer(value, what, 1, _SIZES)
+
+
+def _window(options: Args) -> int | None:
+    """Tokens, 0 for no window; None (the server's default) if absent or negative."""
+    width = integer(options[0], "fa_window") if options else -1
+    return width if width >= 0 else None
