@@ -85,9 +85,7 @@ class Int8(Format):
         pairs: NDArray[np.uint64] = headers.view(np.uint64)[:, 0]
         edges = [0, *(np.flatnonzero(pairs[1:] != pairs[:-1]) + 1).tolist(), count]
         if len(edges) - 1 > MAX_RUNS:
-            raise ValueError(
-                f"{self.name}: {len(edges) - 1} runs exceed {MAX_RUNS} in one batch, send fewer rows"
-            )
+            raise ValueError(f"{self.name}: {len(edges) - 1} runs in one batch exceed {MAX_RUNS}")
         return [
             Run(headers[start].tobytes(), codes[start * self.dim : end * self.dim], end - start)
             for start, end in itertools.pairwise(edges)

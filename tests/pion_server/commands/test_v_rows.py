@@ -294,9 +294,8 @@ def test_batch_answers_layer_by_layer(client: RawClient, ns: bytes) -> None:
 def test_mixed_schemas_answer_each_layer_in_its_own_width(client: RawClient, ns: bytes) -> None:
     """D05: the layers exempt from quantising come back exactly."""
     layers = [("fp16", 32, 0), ("int8", 64, 0), ("bf16_rope_fp8_body", 96, 32), ("fp32", 32, 0)]
-    specs = [
-        f"fmt={fmt},dim={dim}" + (f",rope={rope}" if rope else "") for fmt, dim, rope in layers
-    ]
+    specs = [f"fmt={fmt},dim={dim}" for fmt, dim, _ in layers]
+    specs[2] += ",rope=32"
     client.call("V.CREATE", ns, 0, "SCHEMA", 4, *specs)
     for layer, (_, dim, _) in enumerate(layers[:3]):
         store(client, ns, layer, 0, values(layer, 3, dim))
@@ -516,7 +515,8 @@ def test_zero_fill_pads_where_some_asked_row_exists(
     assert client.call("V.FETCH", ns, 1, "RANGE", 0, 1) is None
     assert client.call("V.FETCH", ns, "BATCH", 0, 8) == [padded(held, 4, 2).tobytes()]
     data = client.call("V.FETCH", ns, 0, 0, 4, 100, 5)
-    assert data == np.stack([0 * held[0], held[0], 0 * held[0], held[1]]).tobytes()
+    none = np.zeros_like(held[0])
+    assert data == np.stack([none, held[0], none, held[1]]).tobytes()
     assert client.call("V.FETCH", ns, 0, 0, 1) is None
     assert client.call("V.FETCH", ns, 0, "RANGE", 0, 8, "FMT", "PACKED") is None
 
