@@ -25,8 +25,8 @@ from .cache_class import (
     CacheClass,
     Misfit,
     Unsound,
+    are_finite,
     class_named,
-    is_finite,
     known_caches,
     known_class,
     refusal,
@@ -144,7 +144,7 @@ def cut(image: CacheImage, tokens: int) -> CacheImage:
 
 
 def _give(cls: CacheClass, item: Any, leaf: Leaf, tokens: int, room: int) -> Any:
-    if not all(is_finite(array) for array in leaf.arrays if array is not None):
+    if not are_finite(leaf.arrays):
         raise Misfit("state is not finite")
     return cls.give(item, leaf, tokens, room)
 
@@ -162,7 +162,7 @@ def _check_counted(leaves: Sequence[Leaf], tokens: int) -> None:
 
 def _check_state(leaf: Leaf, cls: CacheClass, tokens: int) -> None:
     arrays = [array for array in leaf.arrays if array is not None]
-    if not all(is_finite(array) for array in arrays):
+    if not are_finite(arrays):
         raise refusal(leaf.path, leaf.kind, "state is not finite")
     floats = [array for array in arrays if mx.issubdtype(array.dtype, mx.floating) and array.size]
     # A state nobody captured is a zero-filled block; one computed from tokens is not.

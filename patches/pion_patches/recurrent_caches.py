@@ -27,7 +27,13 @@ def _copies(arrays: tuple[mx.array | None, ...]) -> tuple[mx.array | None, ...]:
             raise Unsound(f"state is {tuple(array.shape)}, not one sequence")
         if dtype_name(array) not in ITEMSIZE:
             raise Unsound(f"no state has dtype {dtype_name(array)}")
-    return tuple(None if array is None else mx.array(array) for array in arrays)
+    return tuple(None if array is None else own(array) for array in arrays)
+
+
+def own(array: mx.array) -> mx.array:
+    """An array object of one's own, compact. MLX copies shared memory when one of them is written
+    to; what must not be shared is the object, since ``a[...] = b`` changes that in place."""
+    return mx.contiguous(array)
 
 
 def _own(leaf: Leaf, count: int) -> list[mx.array | None]:
@@ -37,7 +43,7 @@ def _own(leaf: Leaf, count: int) -> list[mx.array | None]:
     for array in leaf.arrays:
         if array is not None and (array.ndim == 0 or array.shape[0] != 1):
             raise Misfit(f"state is {tuple(array.shape)}, not one sequence")
-    return [None if array is None else mx.array(array) for array in leaf.arrays]
+    return [None if array is None else own(array) for array in leaf.arrays]
 
 
 def take_arrays(cache: Any, tokens: int) -> Taken:

@@ -98,18 +98,20 @@ def test_state_captured_in_a_padded_batch_is_refused() -> None:
         dismantle([padded], 4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", ["missing", "zero", "nan", "inf"])
-def test_state_that_was_never_captured_is_refused(fault: str) -> None:
+def test_state_that_was_never_captured_is_refused(fault: str, dtype: mx.Dtype) -> None:
     """C04."""
-    good = mx.ones((1, 3))
+    good = mx.full((1, 3), 300.0, dtype)
     bad = {
         "missing": state(None, None),
-        "zero": state(mx.zeros((1, 3)), mx.zeros((1, 2))),
-        "nan": state(good, mx.array([[1.0, float("nan")]])),
-        "inf": state(good, mx.array([[float("-inf")]])),
+        "zero": state(mx.zeros((1, 3), dtype), mx.zeros((1, 2), dtype)),
+        "nan": state(good, mx.array([[1.0, float("nan")]], dtype)),
+        "inf": state(good, mx.array([[float("-inf")]], dtype)),
     }[fault]
     with pytest.raises(UnsupportedCache):
         dismantle([filled(KVCache(), 32), bad], 32)
+    assert dismantle([filled(KVCache(), 32), state(good, -good)], 32).tokens == 32
 
 
 @pytest.mark.parametrize("tokens", [39, 41])
