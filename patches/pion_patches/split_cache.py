@@ -57,6 +57,10 @@ class SplitCache:
         self.suffix: Any = _cache.KVCache()
         self.attended = 0
 
+    def __copy__(self) -> Any:
+        # A shallow copy would share the own rows, and two requests would write to them.
+        return copy.deepcopy(self)
+
     @property
     def offset(self) -> int:
         """Tokens in the cache, the prefix included: the position of the next one."""

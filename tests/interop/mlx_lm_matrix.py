@@ -25,6 +25,7 @@ TESTS = [
     "test_patch_orderings.py",
     "test_attention_stock.py",
     "test_attention_prefix.py",
+    "test_attention_report.py",
     "test_attention_families.py",
 ]
 

@@ -134,11 +134,25 @@ def test_requests_share_one_copy_of_the_prefix() -> None:
     for layers in zip(*made, strict=True):
         assert len({id(layer.prefix.keys) for layer in layers}) == 1
     assert sum(layer.nbytes for one in made for layer in one) == 0
-    forked = copy.deepcopy(made[0])
-    assert forked[0].prefix is made[0][0].prefix
-    greedy(model, forked, 2)
-    assert made[0][0].offset == PREFIX
-    assert forked[0].offset == PREFIX + 11
+
+
+@pytest.mark.parametrize("fork", [copy.deepcopy, lambda made: [copy.copy(one) for one in made]])
+def test_a_fork_shares_the_prefix_and_nothing_else(fork: Any) -> None:
+    model = families["llama"](seed=7)
+    made = make_pion_prompt_cache(model, "system", holder(model), PREFIX)
+    model(REST[None, :4], cache=made)
+    forked = fork(made)
+    assert forked[0].prefix is made[0].prefix
+    said = greedy(model, forked, 6)
+    assert made[0].offset == PREFIX + 4
+    assert forked[0].offset == PREFIX + 4 + 9 + 6
+    assert greedy(model, made, 6) == said
+
+
+def test_split_keys_want_split_values() -> None:
+    keys: Any = SplitRows((rows(3), rows(2)))
+    with pytest.raises(TypeError, match="split keys need split values, not array"):
+        keys.pion_attend(rows(1), rows(5), scale=1.0, mask=None)
 
 
 def rows(count: int, start: int = 0, heads: int = 1) -> mx.array:
