@@ -8,10 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pion_server.errors import CommandError
 from pion_server.store.budget import MemoryBudget
 from pion_server.store.compaction import Compaction
-from pion_server.store.files import PRIVATE_DIR, PRIVATE_FILE, DirectoryLock, StoreFile
-from pion_server.store.log import READ_CHUNK, Record, RecordLog
+from pion_server.store.files import (
+    PRIVATE_DIR,
+    PRIVATE_FILE,
+    DirectoryLock,
+    StoreFile,
+    sync_directory,
+)
+from pion_server.store.log import READ_CHUNK, ForeignFile, Record, RecordLog
 from pion_server.store.reading import LogReader
 from pion_server.store.snapshot import VStoreFreeze, replay
 from pion_server.store.ssm import SsmStore
@@ -137,7 +144,9 @@ def open_stores(options: StoreOptions) -> Stores:
     `Stores.notices`.
     """
     directory = options.directory
-    directory.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
+    if not directory.exists():
+        directory.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
+        sync_directory(directory.parent)
     lock = DirectoryLock(directory)
     try:
         return _load(options, lock)
@@ -153,12 +162,14 @@ def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
         (directory / stale).unlink(missing_ok=True)
     budget = MemoryBudget()
     notices: list[str] = []
-    vlog_path = directory / f"pion.vstore.wal.{worker}" if options.vstore_log else None
-    vlog = RecordLog(vlog_path, directory, VSTORE_KIND)
+    vlog_path = directory / f"pion.vstore.wal.{worker}"
+    vlog = RecordLog(vlog_path if options.vstore_log else None, directory, VSTORE_KIND)
     vstore = VStore(vlog, max_sessions=options.max_sessions, budget=budget)
     snapshot = directory / f"pion.vstore.{worker}"
-    _replay(vlog, snapshot, lambda record: replay(vstore, record), notices, options.keep_cut)
-    slog = RecordLog(directory / f"pion.ssm.wal.{worker}", directory, SSM_KIND)
+    loading = _Loading(vlog, lambda record: replay(vstore, record), notices, options.keep_cut)
+    loading.run(snapshot, vlog_path)
+    slog_path = directory / f"pion.ssm.wal.{worker}"
+    slog = RecordLog(slog_path, directory, SSM_KIND)
     ssm = SsmStore(
         slog,
         vstore.manifests,
@@ -167,7 +178,9 @@ def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
         pinned=vstore.pins.__contains__,
     )
     snapshot = directory / f"pion.ssm.{worker}"
-    _replay(slog, snapshot, ssm.replay, notices, options.keep_cut)
+    _Loading(slog, ssm.replay, notices, options.keep_cut).run(snapshot, slog_path)
+    # The logs' names must outlive a power loss before COMMIT may promise anything.
+    sync_directory(directory)
     vstore.ssm = ssm
     budget.limit = options.max_memory
     stores = Stores(vstore, ssm, budget, options, notices, lock)
@@ -177,36 +190,57 @@ def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
     return stores
 
 
-def _replay(
-    log: RecordLog,
-    snapshot: Path,
-    apply: Callable[[Record], None],
-    notices: list[str],
-    keep_cut: bool,
-) -> None:
-    covers = 0
-    if snapshot.exists() and snapshot.stat().st_size:
-        reader = LogReader(StoreFile.open(snapshot), log.kind)
-        for record in reader.records():
-            apply(record)
-        covers, log.marker = reader.covers, reader.marker or log.marker
-        log.snapshot_bytes = reader.size
-        _tell(snapshot.name, reader, notices, "left as it is")
-    reader = LogReader(log.file, log.kind)
-    last = covers
-    for record in _after(reader.records(), covers):
-        apply(record)
-        log.replayed += 1
-        last = max(last, record.seq)
-    if reader.report.cut_at is not None and keep_cut:
-        cut_tail(log.file, reader.report.cut_at)
-    end = reader.size if reader.report.cut_at is None else reader.report.cut_at
-    log.start_from(reader.marker, last, end)
-    _tell(log.file.path.name, reader, notices, "cut off")
+@dataclass(slots=True)
+class _Loading:
+    """One store's snapshot and log, read at start-up; then the log is ready for writes."""
 
+    log: RecordLog
+    apply: Callable[[Record], None]
+    notices: list[str]
+    keep_cut: bool
 
-def _after(records: Iterator[Record], covers: int) -> Iterator[Record]:
-    return (record for record in records if record.seq > covers)
+    def run(self, snapshot: Path, log_path: Path) -> None:
+        """Without a log of its own (`--no-vstore-wal`) an earlier server's is read, and left."""
+        log = self.log
+        covers = 0
+        if snapshot.exists() and snapshot.stat().st_size:
+            reader = LogReader(StoreFile.open(snapshot), log.kind)
+            self._replay(reader.records(), snapshot.name)
+            covers, log.marker = reader.covers, reader.marker or log.marker
+            log.snapshot_bytes = reader.size
+            _tell(snapshot.name, reader, self.notices, "left as it is")
+            log.seq = covers
+        if not log.durable and not log_path.exists():
+            return
+        reader = LogReader(log.file if log.durable else StoreFile.open(log_path), log.kind)
+        if covers and reader.marker and reader.marker != log.marker:
+            raise ForeignFile(
+                f"{snapshot.name} and {log_path.name} belong to different stores; "
+                "move one of them away"
+            )
+        seqs = self._replay((r for r in reader.records() if r.seq > covers), log_path.name)
+        log.replayed = len(seqs)
+        cut = reader.report.cut_at
+        if cut is not None and self.keep_cut and log.durable:
+            cut_tail(log.file, cut)
+        end = reader.size if cut is None else cut
+        log.start_from(reader.marker, max(seqs, default=covers), end if log.durable else 0)
+        _tell(log_path.name, reader, self.notices, "cut off" if log.durable else "left as it is")
+
+    def _replay(self, records: Iterator[Record], name: str) -> list[int]:
+        """Apply them and return their numbers; one that builds on a lost record is passed over."""
+        seqs, misfits = [], 0
+        for record in records:
+            seqs.append(record.seq)
+            try:
+                self.apply(record)
+            except (CommandError, LookupError, TypeError, ValueError):
+                misfits += 1
+        if misfits:
+            self.notices.append(
+                f"{name}: {misfits} records passed over, what they build on was lost"
+            )
+        return seqs
 
 
 def _tell(name: str, reader: LogReader, notices: list[str], fate: str) -> None:

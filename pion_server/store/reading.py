@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pion_server.errors import DamagedEntry
@@ -23,6 +24,7 @@ from pion_server.store.log import (
 )
 
 SCAN_WINDOW = 1 << 16
+PAGE = 4096
 PUBLIC_MAGICS = (b"PIONVS01", b"PIONSS01")
 
 
@@ -41,15 +43,15 @@ class ScanReport:
 class _Window:
     """Sequential reads through one window, so that a scan costs one read per 64 KiB or record."""
 
-    def __init__(self, file: StoreFile) -> None:
-        self._file = file
+    def __init__(self, read: Callable[[int, int], bytes]) -> None:
+        self._read = read
         self._base = 0
         self._data = b""
 
     def read(self, offset: int, length: int) -> bytes:
         start = offset - self._base
         if start < 0 or start + length > len(self._data):
-            self._base, self._data = offset, self._file.read(offset, max(length, SCAN_WINDOW))
+            self._base, self._data = offset, self._read(offset, max(length, SCAN_WINDOW))
             start = 0
         return self._data[start : start + length]
 
@@ -63,12 +65,38 @@ class LogReader:
         self.size = file.size()
         self.covers = 0
         self.marker = b""
-        self._window = _Window(file)
+        self._unreadable: set[int] = set()
+        self._window = _Window(self._read)
         if self.size:
             self._read_file_header(kind)
 
+    def _read(self, offset: int, length: int) -> bytes:
+        """Bytes of the file. Zeros stand for pages that the disk fails to read: damage as any."""
+        try:
+            return self.file.read(offset, length)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        pieces, at, end = [], offset, min(offset + length, self.size)
+        while at < end:
+            step = min(PAGE - at % PAGE, end - at)
+            try:
+                pieces.append(self.file.read(at, step))
+            except OSError:
+                self._unreadable.add(at // PAGE)
+                pieces.append(bytes(step))
+            at += step
+        return b"".join(pieces)
+
     def _read_file_header(self, kind: int) -> None:
         raw = self._window.read(0, FILE_HEADER.size)
+        if 0 in self._unreadable:
+            raise OSError(
+                errno.EIO,
+                "the disk cannot read its beginning; copy the directory to another disk and run "
+                "pion-server --repair on the copy",
+                str(self.file.path),
+            )
         if len(raw) == FILE_HEADER.size:
             magic, version, found_kind, marker, covers, _, crc = FILE_HEADER.unpack(raw)
             if magic == FILE_MAGIC and crc == crc32c(raw[:-4]):
@@ -84,7 +112,10 @@ class LogReader:
         marker = first[4:12]
         if len(first) == HEAD.size and first[:4] == MAGIC:
             self.marker = marker
-            if self._head_at(FILE_HEADER.size, MAGIC) is not None:
+            head = self._head_at(FILE_HEADER.size, MAGIC)
+            if head is not None:
+                # All records of a snapshot carry the number that its header has as `covers`.
+                self.covers = head.seq
                 self.report.notes.append("file header damaged, marker taken from the first record")
                 return
         if self.size <= FILE_HEADER.size and FILE_MAGIC.startswith(raw[:8]):
@@ -114,7 +145,7 @@ class LogReader:
         at = offset
         overlap = 4 + len(self.marker) - 1
         while at < self.size:
-            data = self.file.read(at, READ_CHUNK)
+            data = self._read(at, READ_CHUNK)
             if len(data) <= overlap:
                 return None
             found = data.find(self.marker)
@@ -132,7 +163,7 @@ class LogReader:
         """Every record that can be trusted, in file order; fills in `report`."""
         if not self.marker:
             if self.size:
-                self.report.cut_at, self.report.cut_bytes = 0, self.size
+                self._end_at(0)
             return
         at = FILE_HEADER.size
         while at < self.size:
@@ -145,12 +176,10 @@ class LogReader:
                     at = end
                     continue
                 self.report.records -= 1
-                self.report.cut_at, self.report.cut_bytes = at, self.size - at
-                return
+                return self._end_at(at)
             nearest = self._resync(at + 1)
             if nearest is None:
-                self.report.cut_at, self.report.cut_bytes = at, self.size - at
-                return
+                return self._end_at(at)
             place, magic = nearest
             if magic == MAGIC:
                 self.report.lost_bytes += place - at
@@ -165,6 +194,16 @@ class LogReader:
             else:
                 self.report.lost_bytes += place - at
             at = place + (trailer.size if trailer else 1)
+
+    def _end_at(self, at: int) -> None:
+        """No record is found from `at` on. What the disk failed to read may still be one, so
+        that is passed over and never cut; a file header alone is cut with the rest."""
+        lost = self.size - at
+        if any(page >= at // PAGE for page in self._unreadable):
+            self.report.lost_bytes += lost
+        else:
+            at = at if at > FILE_HEADER.size else 0
+            self.report.cut_at, self.report.cut_bytes = at, lost
 
     def _is_closed(self, end: int, head: Head) -> bool:
         """Whether the second head copy, or a record behind it, shows the record to be whole."""
