@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_server.attend import portable, sparse
-from pion_server.attend.checked import choose_operations
+from pion_server.attend.fallback import choose_operations
 from pion_server.attend.requests import (
     BlockQuery,
     DenseQuery,
