@@ -546,7 +546,8 @@ def model_modules() -> Iterator[str]:
                 yield found
 
 
-left_out: dict[str, str] = dict(CANNOT)
+_found = tuple(model_modules())
+left_out: dict[str, str] = {name: why for name, why in CANNOT.items() if name in _found}
 families: dict[str, Builder] = {
-    name: functools.partial(build, name) for name in model_modules() if name not in left_out
+    name: functools.partial(build, name) for name in _found if name not in left_out
 }
