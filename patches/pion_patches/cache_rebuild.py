@@ -136,10 +136,11 @@ def cut(image: CacheImage, tokens: int) -> CacheImage:
     for leaf in image.leaves:
         cls = class_named(leaf.kind, leaf.path)
         try:
-            meta, keys, values = cls.cut(leaf, tokens)
-        except Unsound as error:
+            whole = unfold_rows(leaf)
+            meta, keys, values = cls.cut(whole, tokens)
+        except (Misfit, Unsound) as error:
             raise refusal(leaf.path, leaf.kind, str(error)) from None
-        leaves.append(dataclasses.replace(leaf, meta=meta, keys=keys, values=values))
+        leaves.append(dataclasses.replace(whole, meta=meta, keys=keys, values=values))
     return CacheImage(tokens, tuple(leaves))
 
 

@@ -134,6 +134,12 @@ def test_rows_the_store_has_no_place_for_travel_as_blobs(limits: dict[str, int])
     assert np.array_equal(continuation("gemma3_text", model, restored, 20, (1, 3)), cold)
 
 
+def test_rows_that_travelled_as_a_blob_can_be_cut() -> None:
+    image = dismantle([filled(KVCache(), 9)], 9)
+    (cache,) = rebuild([KVCache()], cut(fit_to_store(image, most_layers=0), 4))
+    assert append(cache, 4, 1) == list(range(5))
+
+
 def test_rows_that_fit_are_left_as_they_are() -> None:
     image = image_of("qwen3_5")
     assert fit_to_store(image) == image
