@@ -295,11 +295,15 @@ class VStore:
 
     def drop_prefixes(self, names: Iterable[bytes], owner: object) -> int:
         """KV.PREFIX.DROP: the number of namespaces of which anything was held."""
-        held = [ns for ns in dict.fromkeys(names) if self.holds(ns)]
+        asked = list(dict.fromkeys(names))
+        held = [ns for ns in asked if self.holds(ns)]
         for at in range(0, len(held), DROPS_A_RECORD):
             leaving = held[at : at + DROPS_A_RECORD]
             sids = [sid for ns in leaving for sid in self._sides_held(ns)]
             self._log_drop(sids, leaving, owner)
+        for ns in asked:
+            for notify in self.on_drop:
+                notify(ns)
         return len(held)
 
     def _log_drop(self, sids: Sequence[bytes], names: Sequence[bytes], owner: object) -> None:
