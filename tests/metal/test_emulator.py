@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -45,16 +46,26 @@ def run_changed(
         parts = {name: part.replace(old, new) for name, part in parts.items()}
     names = sources.input_names(Kind.BATCHED_Q)
     function = mx.fast.metal_kernel(
-        name="changed", input_names=names, output_names=["out", "lse"], **parts
+        name="changed",
+        input_names=names,
+        output_names=["out", "lse"],
+        source=parts["source"],
+        header=parts["header"],
     )
     kernel = sources.select(Kind.BATCHED_Q, DIM, mx.float32)
     assert kernel is not None
-    return emulate(function, names, kernel.launch(problem()), cache)
+    return emulate(cast(Callable[..., Any], function), names, kernel.launch(problem()), cache)
 
 
 def before(text: str, line: str) -> tuple[str, str]:
     """A change that removes the barrier in front of `line`."""
     return f"{BARRIER}\n{text}{line}", f"{text}{line}"
+
+
+def after_barrier(text: str) -> tuple[str, str]:
+    """A change that adds something right after the first barrier."""
+    line = f"{BARRIER}\n        float one_top"
+    return line, line.replace("\n", f"\n{text}\n")
 
 
 CONTROLS = {
@@ -67,11 +78,11 @@ CONTROLS = {
         "threadgroup memory read before it was written",
     ),
     "barrier in one lane": (
-        (f"{BARRIER}\n        float one_top", f"if (lane == 0) {BARRIER}\n        float one_top"),
+        after_barrier(f"if (lane == 0) {BARRIER}"),
         UNREACHED,
     ),
     "barrier in one simdgroup": (
-        (f"{BARRIER}\n        float one_top", f"if (group == 0) {BARRIER}\n        float one_top"),
+        after_barrier(f"if (group == 0) {BARRIER}"),
         UNREACHED,
     ),
     "barrier that orders device memory": (
@@ -101,7 +112,10 @@ CONTROLS = {
         "race: two threads write a cell since the last barrier",
     ),
     "cell written while others read": (
-        ("part += parts[g * D + d];", "part += parts[g * D + d];\n parts[g * D] = part;"),
+        (
+            "part += parts[g * D + d];",
+            "part += parts[g * D + d];\n if (thread_index == 0) parts[1] = 0;",
+        ),
         "race: a thread",
     ),
     "output by whoever comes last": (
