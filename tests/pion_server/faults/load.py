@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -65,15 +67,29 @@ def _short(value: object) -> str:
     return text if len(text) < 40 else f"{text[:32]}..({len(text)})"
 
 
+def perform(client: RawClient, ledger: Ledger, acts: Iterable[Act]) -> Any:
+    """These acts one by one, each acknowledged before the next; the last reply."""
+    reply = None
+    for act in acts:
+        ledger.pending = [act]
+        reply = client.call(*act.words)
+        ledger.acknowledge()
+    return reply
+
+
 class Writer(threading.Thread):
     """One client under load until `stop` or until its connection breaks.
 
     An error reply must not have changed anything; it is counted in `refusals` by its first word.
     """
 
-    def __init__(self, client: RawClient, ledgers: list[Ledger], seed: int) -> None:
+    def __init__(
+        self, client: RawClient, ledgers: list[Ledger], seed: int, *, large: float = 0.01
+    ) -> None:
+        """`large`: the share of stores that are of half a megabyte."""
         super().__init__(daemon=True)
         self.client = client
+        self._large = large
         self.acknowledged = 0
         self.refusals: Counter[str] = Counter()
         self.failure: BaseException | None = None
@@ -97,25 +113,31 @@ class Writer(threading.Thread):
 
     def one_turn(self) -> None:
         """A few acts on one namespace, pipelined as a client may."""
-        ledger = self._random.choice(self._ledgers)
-        acts = self._choose(ledger)
+        ledger, acts = self.choose()
         ledger.pending = list(acts)
         self.client.send(b"".join(RawClient.pack(*act.words) for act in acts))
         for act in acts:
-            reply = self.client.read()
-            if isinstance(reply, ReplyError):
-                self.refusals[str(reply).split()[0]] += 1
-                ledger.pending.pop(0)
-                continue
-            ledger.acknowledge()
-            self.acknowledged += 1
-            if act.words[-1] == "BEGIN":
-                self._gens[ledger.ns] = reply
-            elif act.words[2:3] == ("SET",):
-                self._gens.pop(ledger.ns, None)
+            self.answered(ledger, act, self.client.read())
+
+    def answered(self, ledger: Ledger, act: Act, reply: Any) -> None:
+        """Note the reply to the first pending act."""
+        if isinstance(reply, ReplyError):
+            self.refusals[str(reply).split()[0]] += 1
+            ledger.pending.pop(0)
+            return
+        ledger.acknowledge()
+        self.acknowledged += 1
+        if act.words[-1] == "BEGIN":
+            self._gens[ledger.ns] = reply
+        elif act.words[2:3] == ("SET",):
+            self._gens.pop(ledger.ns, None)
+
+    def choose(self) -> tuple[Ledger, list[Act]]:
+        """A namespace, and what to do next to it."""
+        ledger = self._random.choice(self._ledgers)
+        return ledger, self._choose(ledger)
 
     def _choose(self, ledger: Ledger) -> list[Act]:
-        """What to do next to this namespace."""
         ns, image, draw = ledger.ns, ledger.image, self._random
         sessions = [key[1] for key in image if key[0] == "session"]
         dice = draw.random()
@@ -146,7 +168,7 @@ class Writer(threading.Thread):
         held = len(image.get(("rows", side, layer), ()))
         start = held if draw.random() < 0.6 and held < MAX_ROWS else draw.randint(0, MAX_ROWS)
         count = draw.randint(1, 6)
-        if draw.random() < 0.01:
+        if draw.random() < self._large:
             start, count = 0, 4000
         width = DIM if fmt == "raw" else 4 * DIM
         values = draw.randbytes(width * count) if fmt == "raw" else self._floats(count)
