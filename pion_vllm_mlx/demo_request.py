@@ -66,16 +66,24 @@ def read_outcome(path: Path) -> Outcome:
 def make_prompt(tokenizer: Any, prefix_tokens: int) -> tuple[list[int], list[int]]:
     """The handbook followed by a question: the first `prefix_tokens` ids, and the rest."""
     handbook = resources.files("pion_vllm_mlx").joinpath("handbook.txt").read_text("utf-8")
+
+    def render(text: str) -> list[int]:
+        ids: list[int]
+        if getattr(tokenizer, "chat_template", None):
+            message = {"role": "user", "content": text}
+            ids = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+        else:
+            ids = tokenizer.encode(text)
+        return ids
+
+    # What the template puts in front of any text, so that the prefix ends where the handbook does.
+    pairs = zip(render("A"), render("B"), strict=False)
+    head = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+    room = max(prefix_tokens - head, 1)
     body: list[int] = tokenizer.encode(handbook, add_special_tokens=False)
     # A longer prefix than the handbook gets several copies of it.
-    body = (body * (prefix_tokens // len(body) + 1))[:prefix_tokens]
-    text = f"{tokenizer.decode(body)}\n\n{QUESTION}"
-    ids: list[int]
-    if getattr(tokenizer, "chat_template", None):
-        message = {"role": "user", "content": text}
-        ids = tokenizer.apply_chat_template([message], add_generation_prompt=True)
-    else:
-        ids = tokenizer.encode(text)
+    body = (body * (room // len(body) + 1))[:room]
+    ids = render(f"{tokenizer.decode(body)}\n\n{QUESTION}")
     return ids[:prefix_tokens], ids[prefix_tokens:]
 
 

@@ -26,9 +26,9 @@ OUTCOME = Outcome(
 )
 
 
-def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pion_vllm_mlx.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +110,18 @@ def test_terminated_demo_takes_its_children_along(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert not folder.exists()
     assert _processes_naming(str(folder)) == []
+
+
+@pytest.mark.model
+def test_three_processes_and_a_killed_server_give_the_same_tokens() -> None:
+    """The demo itself, on a short prefix of the real model."""
+    done = run_cli("demo", "--prefix-tokens", "64", timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "50 greedy tokens of A, B, C identical" in lines
+    # 30 layers, keys and values, 192 float32 a row.
+    assert f"bytes stored {64 * 30 * 2 * 192 * 4:,}" in lines
+    assert [line.split()[0] for line in lines if "fetched" in line and " s " in line] == ["B", "C"]
 
 
 def test_outcomes_as_promised_are_no_problem() -> None:

@@ -1,0 +1,56 @@
+"""What the README says can be typed as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.model
+def test_quick_start_misses_then_hits_then_does_without_a_server(
+    server: Callable[..., Any], tmp_path: Path
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    running = server()
+    script = tmp_path / "quick_start.py"
+    script.write_text(code.replace("port=1974", f"port={running.port}"))
+
+    def run() -> list[str]:
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+        )
+        return done.stdout.splitlines()
+
+    first, second = run(), run()
+    running.kill()
+    third = run()
+    assert "7 to 10" in first[0]
+    assert first[0] == second[0] == third[0]
+    assert "'misses': 1, " in first[-1]
+    assert "'hits': 1, " in second[-1]
+    assert "'misses': 1, " in third[-1]
+
+
+def test_every_make_target_named_exists() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", README)) | set(
+        re.findall(r"'make ([a-z-]+)", makefile)
+    )
+    assert {"demo", "test", "check"} <= named
+    assert named <= targets
+
+
+def test_every_file_linked_exists() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
