@@ -37,27 +37,22 @@ def wheel_names(built: Path) -> list[str]:
         return wheel.namelist()
 
 
-@pytest.fixture(scope="module")
-def sdist_names(built: Path) -> list[str]:
-    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
-        return [name.partition("/")[2] for name in sdist.getnames()]
-
-
-def source_modules() -> list[str]:
-    """Each module of the repository as the path an installation has it at."""
+def source_files() -> list[str]:
+    """Each file of the packages, data files too, as the path an installation has it at."""
     return sorted(
         f"{package}/{path.relative_to(folder).as_posix()}"
         for package, folder in PACKAGES.items()
-        for path in folder.rglob("*.py")
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
     )
 
 
-def modules_among(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if name.endswith(".py"))
+def packaged_among(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if name.partition("/")[0] in PACKAGES)
 
 
-def test_wheel_holds_every_module_exactly_once_and_nothing_else(wheel_names: list[str]) -> None:
-    assert modules_among(wheel_names) == source_modules()
+def test_wheel_holds_every_file_exactly_once(wheel_names: list[str]) -> None:
+    assert packaged_among(wheel_names) == source_files()
 
 
 def test_wheel_puts_no_generic_name_into_site_packages(wheel_names: list[str]) -> None:
@@ -65,10 +60,10 @@ def test_wheel_puts_no_generic_name_into_site_packages(wheel_names: list[str]) -
     assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
 
 
-def test_sdist_holds_every_module_exactly_once(sdist_names: list[str]) -> None:
-    inside = modules_among(name.removeprefix("patches/") for name in sdist_names)
-    packaged = [name for name in inside if name.partition("/")[0] in PACKAGES]
-    assert packaged == source_modules()
+def test_sdist_holds_every_file_exactly_once(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        names = [file.name.partition("/")[2] for file in sdist.getmembers() if file.isfile()]
+    assert packaged_among(name.removeprefix("patches/") for name in names) == source_files()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
