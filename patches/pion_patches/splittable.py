@@ -151,6 +151,6 @@ def _describe(error: Exception) -> str:
         if not name.startswith(__package__ or "pion_patches"):
             place, module = f"{name}.{code.co_qualname}", name.rpartition(".")[2]
         trace = trace.tb_next
-    reason = REASONS.get(module, "it computes with its keys outside the attention function")
+    reason = REASONS.get(module, "its forward pass does not take split keys")
     first_line = str(error).partition("\n")[0][:120]
     return f"{reason} ({place}: {type(error).__name__}: {first_line})"

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from pion_patches.attention import pion_attention_patch
 from pion_patches.prefix_entry import CannotSplit, capture_prefix
@@ -147,3 +147,20 @@ def test_half_precision_stays_within_its_rounding(dtype: mx.Dtype, tolerance: fl
     with pion_attention_patch():
         worst = largest_difference(model, tokens(PREFIX), tokens(8, seed=1), [0, 5, 6, 8])
     assert worst < tolerance
+
+
+class Forgetful:
+    """Stores its keys and then attends to its own chunk alone, without an error anywhere."""
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache()]  # type: ignore[no-untyped-call]
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        rows = inputs[:, None, :, None].astype(mx.float32)
+        cache[0].update_and_fetch(rows, rows)
+        return mx.fast.scaled_dot_product_attention(rows, rows, rows, scale=1.0)
+
+
+def test_a_model_that_never_asks_for_attention_on_its_keys_is_refused() -> None:
+    with pytest.raises(CannotSplit, match="never reaches the attention function"):
+        require_splittable(Forgetful())
