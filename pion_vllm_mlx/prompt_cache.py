@@ -238,8 +238,10 @@ class PionPromptCache:
             image = dismantle(cache, len(ids))
             self._hold(name, ids, fingerprint, image)
             self._store(name, ids, fingerprint, image, round(seconds * 1000))
-        except UnsupportedCache:
-            raise
+        except UnsupportedCache as refusal:
+            # Its classes are known, so it is this state: NaN, say. The caller still has use for it.
+            self._tally.add("stores_failed")
+            self._tally.warn_once("unsupported", "a prefix cannot be stored: %s", refusal)
         except Exception as error:
             self._tally.add("stores_failed")
             self._wonder("a prefix could not be stored", error)

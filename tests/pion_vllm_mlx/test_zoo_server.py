@@ -159,5 +159,7 @@ def test_no_family_that_runs_is_refused(outcomes: Outcomes) -> None:
 
 @pytest.mark.nightly
 def test_families_without_half_precision_are_those_with_experts(halves: Outcomes) -> None:
-    counts = tell(halves.stored)
+    """MLX gathers the experts' weights in float32 only on a CPU."""
+    counts = tell(halves.restored)
     assert counts.keys() == {"run", "unrunnable"}
+    assert counts["run"] >= (154 if RECENT else 100)
