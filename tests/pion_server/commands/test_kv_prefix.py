@@ -237,7 +237,7 @@ def test_owner_names_the_worker_and_the_schema(client: RawClient, ns: bytes) -> 
 def test_register_schema_takes_both_sides_and_the_options(client: RawClient, ns: bytes) -> None:
     k, v = ["fmt=fp16,dim=32", "fmt=fp16,dim=64"], ["fmt=fp16,dim=32", "fmt=turbo4,dim=64"]
     hashes = bytes(range(16))
-    words = (*k, *v, "PREFILL_MS", 9, "BLOCKS", 8, 2, hashes)
+    words: tuple[Word, ...] = (*k, *v, "PREFILL_MS", 9, "BLOCKS", 8, 2, hashes)
     assert client.call("KV.PREFIX.REGISTER.SCHEMA", ns, 2, *words) == "OK"
     assert client.call("KV.PREFIX.LOOKUP", ns) == "HIT"
     assert lines(client.call("V.INFO", ns + b"_pk"))["layer_1_fmt"] == "fp16"

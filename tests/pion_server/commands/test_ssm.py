@@ -112,7 +112,7 @@ def test_drop_takes_one_layer_or_all_and_is_always_ok(client: RawClient, ns: byt
     ],
 )
 def test_refusals(client: RawClient, words: tuple[Word, ...], text: str) -> None:
-    refuse(client, f"SSM.PREFIX.{words[0]}", *words[1:], text=text)
+    refuse(client, "SSM.PREFIX." + str(words[0]), *words[1:], text=text)
     if words[0] == "STORE":
         assert client.call("SSM.PREFIX.FETCH", "s", 0) is None
 
