@@ -218,7 +218,7 @@ class _Loading:
                 f"{snapshot.name} and {log_path.name} belong to different stores; "
                 "move one of them away"
             )
-        seqs = self._replay((r for r in reader.records() if r.seq > covers), log_path.name)
+        seqs = self._replay(_in_order(reader.records(), covers), log_path.name)
         log.replayed = len(seqs)
         cut = reader.report.cut_at
         if cut is not None and self.keep_cut and log.durable:
@@ -241,6 +241,15 @@ class _Loading:
                 f"{name}: {misfits} records passed over, what they build on was lost"
             )
         return seqs
+
+
+def _in_order(records: Iterator[Record], covers: int) -> Iterator[Record]:
+    """Those behind the snapshot; an old record that turns up again behind newer ones is not."""
+    last = covers
+    for record in records:
+        if record.seq > last:
+            last = record.seq
+            yield record
 
 
 def _tell(name: str, reader: LogReader, notices: list[str], fate: str) -> None:
