@@ -54,6 +54,16 @@ def cases(kind: Kind, dim: int, dtype: mx.Dtype) -> Iterator[tuple[str, Operands
                     )
 
 
+def long_case(kind: Kind) -> Operands:
+    """More keys than one threadgroup is given."""
+    if kind.listed:
+        lists = np.random.default_rng(4).integers(0, 600, (len(HEAD_MAP), 2050), np.int32)
+        counts = [2050, 0, 1, 2050]
+        return _operands(32, mx.float32, 1, 600, lists=lists, counts=counts)
+    suffix = 100 if kind.fused else None
+    return _operands(32, mx.float32, 2 if kind.fused else 1, 2050, suffix=suffix)
+
+
 def _lists() -> Iterator[tuple[str, np.ndarray[Any, Any], list[int]]]:
     draw = np.random.default_rng(3)
     heads = len(HEAD_MAP)

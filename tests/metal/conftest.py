@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -42,7 +43,9 @@ def run(request: pytest.FixtureRequest) -> Run:
         kernel = sources.select(kind, operands.k.shape[2], operands.k.dtype)
         assert kernel is not None
         names = sources.input_names(kind)
-        return emulate(kernel.function, names, kernel.launch(operands), cache)
+        results = emulate(kernel.function, names, kernel.launch(operands), cache)
+        out, lse = sources.join(*map(mx.array, results))
+        return np.array(out), np.array(lse)
 
     return emulated
 

@@ -54,7 +54,9 @@ def run_changed(
     )
     kernel = sources.select(Kind.BATCHED_Q, DIM, mx.float32)
     assert kernel is not None
-    return emulate(cast(Callable[..., Any], function), names, kernel.launch(problem()), cache)
+    launch = kernel.launch(problem())
+    out, lse = emulate(cast(Callable[..., Any], function), names, launch, cache)
+    return out[0], lse[0]
 
 
 def before(text: str, line: str) -> tuple[str, str]:
@@ -97,7 +99,7 @@ CONTROLS = {
         "simdgroup function in divergent code",
     ),
     "read past the end": (("n < tokens", "n < tokens + 1"), OUTSIDE),
-    "read before the start": (("n = first + group", "n = first + group - 1"), OUTSIDE),
+    "read before the start": (("n = first + turn", "n = first + turn - 1"), OUTSIDE),
     "write past the end": (("if (row0 + r < many)", "if (row0 + r < many + 1)"), OUTSIDE),
     "write to an input": (
         ("lse[row] =", "const_cast<device float*>(q)[row] = 0;\n                lse[row] ="),

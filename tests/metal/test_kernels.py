@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pion_server.attend.kernels import Kind, Operands
+from pion_server.attend.kernels import Kind, Operands, select
 from pion_server.attend.kernels.sources import DIMS, DTYPES
-from tests.metal.cases import cases
+from tests.metal.cases import cases, long_case
 from tests.metal.conftest import Run
 from tests.metal.oracle import attend
 
@@ -50,6 +50,16 @@ def test_kernel_agrees_with_float64(run: Run, kind: Kind, dim: int, dtype: mx.Dt
 def test_every_kernel_agrees_with_float64(run: Run, kind: Kind, dim: int, dtype: mx.Dtype) -> None:
     for name, operands in cases(kind, dim, dtype):
         check(run, kind, operands, name)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q1, Kind.BATCHED_Q_FUSED, Kind.Q1_SPARSE])
+def test_long_prefix_is_cut_in_slices(run: Run, kind: Kind) -> None:
+    """Also where a head sees one key or none, so that most slices are empty."""
+    operands = long_case(kind)
+    kernel = select(kind, 32, mx.float32)
+    assert kernel is not None
+    assert kernel.launch(operands)["grid"][2] == 2
+    check(run, kind, operands, "long")
 
 
 def test_large_scores_do_not_overflow(run: Run) -> None:

@@ -24,7 +24,7 @@
         }
         metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
         if (row0 + r < many) {
-            const size_t row = size_t(head) * many + row0 + r;
+            const size_t row = (size_t(slice) * q_shape[0] + head) * many + row0 + r;
             for (int d = thread_index; d < D; d += GROUPS * 32) {
                 float part = 0;
                 for (int g = 0; g < GROUPS; ++g) {

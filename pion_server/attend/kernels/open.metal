@@ -1,4 +1,5 @@
-    // A threadgroup answers ROWS query rows of one head; its GROUPS simdgroups share out the keys.
+    // A threadgroup answers ROWS query rows of one head for one slice of the keys. Simdgroups take
+    // turns at them: key `turn` is ours, and then every `turns`-th.
     constexpr int E = D / 32;
     const uint lane = thread_index_in_simdgroup;
     const int group = simdgroup_index_in_threadgroup;
@@ -8,6 +9,9 @@
     const int row0 = threadgroup_position_in_grid.x * ROWS;
     const int tokens = k_shape[1];
     const int first = sizes[0];
+    const int slice = threadgroup_position_in_grid.z;
+    const int turn = slice * GROUPS + group;
+    const int turns = sizes[2] * GROUPS;
 
     pion::Running<E> rows[ROWS];
     float queries[ROWS * E];

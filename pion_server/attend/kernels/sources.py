@@ -20,6 +20,10 @@ DIMS = (32, 64, 96, 128, 160, 192, 256, 512)
 DTYPES = {mx.float32: "fp32", mx.float16: "fp16"}
 
 SIMD_WIDTH = 32
+# Threadgroups wanted to keep a GPU busy, and keys that make one worth its start. Neither could be
+# measured yet.
+_BUSY = 64
+_WORTH = 1024
 # Floats of threadgroup memory in which simdgroups meet: half of the 32 KiB every Apple GPU has.
 _MEETING = 4096
 
@@ -84,22 +88,26 @@ class Kernel:
         return _build(self.kind, self.dtype)
 
     def launch(self, operands: Operands) -> dict[str, Any]:
-        """The arguments of one call."""
+        """The arguments of one call, whose results are for `join`.
+
+        Too few rows to keep a GPU busy: then the keys are cut in slices, each a row of its own.
+        """
         heads, many, dim = operands.q.shape
         rows, groups = geometry(dim, many)
         threads = groups * SIMD_WIDTH
+        tiles = -(-many // rows)
+        slices = max(1, min(_BUSY // (tiles * heads), _keys(operands) // _WORTH))
         return {
-            "inputs": _inputs(self.kind, operands),
+            "inputs": _inputs(self.kind, operands, slices),
             "template": [("T", self.dtype), ("D", dim), ("ROWS", rows), ("GROUPS", groups)],
-            "grid": (threads * -(-many // rows), heads, 1),
+            "grid": (threads * tiles, heads, slices),
             "threadgroup": (threads, 1, 1),
-            "output_shapes": [(heads, many, dim), (heads, many)],
+            "output_shapes": [(slices, heads, many, dim), (slices, heads, many)],
             "output_dtypes": [mx.float32, mx.float32],
         }
 
     def __call__(self, operands: Operands) -> tuple[mx.array, mx.array]:
-        out, lse = self.function(**self.launch(operands))
-        return out, lse
+        return join(*self.function(**self.launch(operands)))
 
 
 def available() -> bool:
@@ -112,6 +120,18 @@ def select(kind: Kind, dim: int, dtype: mx.Dtype) -> Kernel | None:
     if dim not in DIMS or dtype not in DTYPES:
         return None
     return Kernel(kind, dim, dtype)
+
+
+def join(out: mx.array, lse: mx.array) -> tuple[mx.array, mx.array]:
+    """One result of those for slices of the keys: [Z][H][M][D] and [Z][H][M] without the Z."""
+    if len(out) == 1:
+        return out[0], lse[0]
+    top = mx.max(lse, axis=0)
+    # Where no slice saw a key: inf - inf is to be 0 in the end, as it is for one slice.
+    weights = mx.exp(lse - mx.where(top == -mx.inf, 0.0, top))
+    total = mx.sum(weights, axis=0)
+    joined = mx.sum(out * weights[..., None], axis=0) / mx.where(total == 0, 1.0, total)[..., None]
+    return joined, top + mx.log(total)
 
 
 def geometry(dim: int, many: int) -> tuple[int, int]:
@@ -158,14 +178,22 @@ def _build(kind: Kind, dtype: mx.Dtype) -> Callable[..., list[mx.array]]:
     return cast(Callable[..., list[mx.array]], function)
 
 
-def _inputs(kind: Kind, operands: Operands) -> list[mx.array]:
+def _keys(operands: Operands) -> int:
+    """At most as many keys as a row sees."""
+    suffix = operands.suffix_k.shape[1] if operands.suffix_k is not None else 0
+    if operands.indices is not None:
+        return operands.indices.shape[1] + suffix
+    return operands.k.shape[1] - operands.first + suffix
+
+
+def _inputs(kind: Kind, operands: Operands, slices: int) -> list[mx.array]:
     suffix = operands.suffix_k.shape[1] if operands.suffix_k is not None else 0
     arrays = {
         "q": operands.q,
         "k": operands.k,
         "v": operands.v,
         "head_map": operands.head_map,
-        "sizes": mx.array([operands.first, suffix], mx.int32),
+        "sizes": mx.array([operands.first, suffix, slices], mx.int32),
         "scale": mx.array(operands.q.shape[-1] ** -0.5, mx.float32),
         "indices": operands.indices,
         "counts": operands.counts,

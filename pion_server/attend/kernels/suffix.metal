@@ -4,7 +4,7 @@
     const int end = metal::min(suffix, offset + row0 + ROWS);
     const auto suffix_keys = suffix_k + size_t(kv_head) * suffix_k_shape[1] * D;
     const auto suffix_values = suffix_v + size_t(kv_head) * suffix_k_shape[1] * D;
-    for (int n = group; n < end; n += GROUPS) {
+    for (int n = turn; n < end; n += turns) {
         pion::see<E, ROWS>(rows, queries, suffix_keys + size_t(n) * D, suffix_values + size_t(n) * D,
                            lane, n - offset - row0);
     }
