@@ -34,7 +34,9 @@ class InprocStats:
 
 
 def _key(namespace: str | bytes) -> bytes:
-    return namespace.encode() if isinstance(namespace, str) else bytes(namespace)
+    if isinstance(namespace, str):
+        return namespace.encode("utf-8", "surrogateescape")
+    return bytes(namespace)
 
 
 class InprocStore:

@@ -378,6 +378,9 @@ def test_the_lane_keeps_to_its_budget_and_drops_the_least_recently_used() -> Non
     store["d"] = entry_of(owner, 30)
     assert [name in store for name in "abcd"] == [True, False, True, True]
     assert store.get(b"a") is store["a"]
+    store.hold(b"\xff", entry_of(owner, 0))
+    assert "\udcff" in store
+    assert store.drop(b"\xff".decode("utf-8", "surrogateescape"))
     assert "b" not in store
     assert store.get("b") is None
     stats = store.stats()
