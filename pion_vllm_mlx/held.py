@@ -33,11 +33,15 @@ class HeldPrefixes:
         self._nbytes = 0
         self._lock = threading.Lock()
 
-    def get(self, namespace: bytes, ids: tuple[int, ...], fingerprint: str) -> CacheImage | None:
-        """The image of exactly these tokens computed by this model, or None."""
+    def get(
+        self, namespace: bytes, ids: tuple[int, ...] | int, fingerprint: str
+    ) -> CacheImage | None:
+        """The image of exactly these tokens (or this many) computed by this model, or None."""
         with self._lock:
             held = self._entries.get(namespace)
-            if held is None or held.fingerprint != fingerprint or held.ids != ids:
+            if held is None or held.fingerprint != fingerprint:
+                return None
+            if ids != (len(held.ids) if isinstance(ids, int) else held.ids):
                 return None
             self._entries.move_to_end(namespace)
             return held.image

@@ -90,13 +90,16 @@ class Manifest:
     prefill_step: int
 
 
-def mismatch(manifest: Manifest, ids: Sequence[int], fingerprint: str) -> str | None:
-    """Say why a manifest is not about `ids` computed by this model, or None if it is."""
+def mismatch(manifest: Manifest, ids: Sequence[int] | int, fingerprint: str) -> str | None:
+    """Say why a manifest is not about `ids` computed by this model, or None if it is.
+
+    A number instead of ids asks only for that many tokens.
+    """
     if manifest.fingerprint != fingerprint:
         return "model"
-    if len(manifest.ids) != len(ids):
+    if len(manifest.ids) != (ids if isinstance(ids, int) else len(ids)):
         return "length"
-    return None if manifest.ids == tuple(ids) else "ids"
+    return None if isinstance(ids, int) or manifest.ids == tuple(ids) else "ids"
 
 
 def write_manifest(manifest: Manifest) -> bytes:

@@ -146,6 +146,17 @@ class PionPromptCache:
             self._hold_split(name, ids, fingerprint, cache)
         return cache
 
+    def restore(self, namespace: str | bytes, tokens: int) -> list[Any] | None:
+        """Return a cache of the `tokens` tokens stored under this name, or None; never prefill.
+
+        Nothing but this model's fingerprint and the number of tokens is compared: that the
+        namespace stands for the prefix meant is the caller's word. `get_or_prefill` compares ids.
+        """
+        name = check_namespace(namespace)
+        fingerprint = self.fingerprint()
+        cache = self._from_process(name, tokens, fingerprint)
+        return cache if cache is not None else self._from_server(name, tokens, fingerprint)
+
     def lookup(self, namespace: str | bytes) -> bool:
         """Whether the server holds a whole prefix under this name; False if it cannot be asked."""
         try:
@@ -185,7 +196,7 @@ class PionPromptCache:
         self.close()
 
     def _from_process(
-        self, name: bytes, ids: tuple[int, ...], fingerprint: str
+        self, name: bytes, ids: tuple[int, ...] | int, fingerprint: str
     ) -> list[Any] | None:
         image = None if lane_is_off() else self._held.get(name, ids, fingerprint)
         if image is None:
@@ -198,10 +209,12 @@ class PionPromptCache:
             return None
         self._tally.add("hits")
         self._tally.add("hits_in_process")
-        self._tally.add("tokens_restored", len(ids))
+        self._tally.add("tokens_restored", image.tokens)
         return cache
 
-    def _from_server(self, name: bytes, ids: tuple[int, ...], fingerprint: str) -> list[Any] | None:
+    def _from_server(
+        self, name: bytes, ids: tuple[int, ...] | int, fingerprint: str
+    ) -> list[Any] | None:
         started = time.perf_counter()
         try:
             found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
@@ -222,9 +235,9 @@ class PionPromptCache:
             return None
         self._tally.add_seconds("fetch_ms_total", time.perf_counter() - started)
         self._tally.add("hits")
-        self._tally.add("tokens_restored", len(ids))
+        self._tally.add("tokens_restored", restored.image.tokens)
         self._tally.add("bytes_fetched", restored.nbytes)
-        self._hold(name, ids, fingerprint, restored.image)
+        self._hold(name, found.manifest.ids, fingerprint, restored.image)
         return cache
 
     def _from_model(

@@ -60,22 +60,40 @@ class Restored:
 def find_prefix(
     lane: Lane,
     namespace: bytes,
-    ids: Sequence[int],
+    ids: Sequence[int] | int,
     fingerprint: str,
     tier: Tier,
     patience: Patience,
 ) -> Found:
-    """Read and verify the manifest of `namespace`; raises Miss or TransportError."""
+    """Read and verify the manifest of `namespace` against the ids, or their number.
+
+    Raises Miss or TransportError.
+    """
+    try:
+        found = find_any_prefix(lane, namespace, patience)
+    except Miss as miss:
+        if miss.reason == "absent":
+            # A miss to the server too; one without a manifest must credit no saved time.
+            lane.exchange([_lookup(namespace, 0, 0)], patience)
+        raise
+    check_wanted(found.manifest, ids, fingerprint, tier)
+    return found
+
+
+def find_any_prefix(lane: Lane, namespace: bytes, patience: Patience) -> Found:
+    """Read the manifest of `namespace`, whatever it is of; raises Miss or TransportError."""
     (reply,) = lane.exchange([_get(namespace)], patience)
     gen, blob = _meta(reply)
     if blob is None:
-        # Counted as a miss by the server too; one without a manifest must credit no saved time.
-        lane.exchange([_lookup(namespace, 0, 0)], patience)
         raise Miss("absent")
     try:
-        manifest = read_manifest(blob)
+        return Found(gen, read_manifest(blob))
     except ManifestError as error:
         raise Miss("manifest", str(error)) from error
+
+
+def check_wanted(manifest: Manifest, ids: Sequence[int], fingerprint: str, tier: Tier) -> None:
+    """Raise Miss unless the manifest is about `ids` of this model, in formats `tier` takes."""
     reason = mismatch(manifest, ids, fingerprint)
     if reason is not None:
         raise Miss(reason)
@@ -83,7 +101,6 @@ def find_prefix(
     for side, rows in _sides(manifest.leaves):
         if not tier.accepts(side, rows.layer, layers, rows):
             raise Miss("format", f"stored as {rows.store}")
-    return Found(gen, manifest)
 
 
 def has_manifest(lane: Lane, namespace: bytes, patience: Patience) -> bool:
@@ -91,10 +108,13 @@ def has_manifest(lane: Lane, namespace: bytes, patience: Patience) -> bool:
     return _meta(lane.exchange([_get(namespace)], patience)[0])[1] is not None
 
 
-def fetch_prefix(lane: Lane, namespace: bytes, found: Found, first_byte: float) -> Restored:
+def fetch_prefix(
+    lane: Lane, namespace: bytes, found: Found, first_byte: float, *, credited: bool = True
+) -> Restored:
     """Read every piece, check all of them, then make the image; raises Miss or TransportError.
 
-    `first_byte`: seconds the server has to begin its answer.
+    `first_byte`: seconds the server has to begin its answer. `credited`: a prefill is saved by
+    this, and the server counts it.
     """
     manifest = found.manifest
     try:
@@ -102,13 +122,13 @@ def fetch_prefix(lane: Lane, namespace: bytes, found: Found, first_byte: float) 
     except ValueError as error:
         raise Miss("manifest", str(error)) from error
     nbytes = sum(read.nbytes for read in reads)
-    credit = _lookup(namespace, len(manifest.ids), manifest.prefill_ms)
-    commands = [credit, *(read.command for read in reads), _get(namespace)]
+    credit = [_lookup(namespace, len(manifest.ids), manifest.prefill_ms)] if credited else []
+    commands = [*credit, *(read.command for read in reads), _get(namespace)]
     replies = lane.exchange(commands, _patience(nbytes, first_byte, manifest.prefill_ms))
     if _meta(replies[-1])[0] != found.gen:
         raise Miss("changed", "stored anew or dropped while it was read")
     arrived = _Arrived()
-    for read, reply in zip(reads, replies[1:-1], strict=True):
+    for read, reply in zip(reads, replies[len(credit) : -1], strict=True):
         arrived.take(read, reply)
     return Restored(arrived.image(manifest), nbytes)
 

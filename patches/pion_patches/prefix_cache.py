@@ -33,11 +33,13 @@ def make_pion_prompt_cache(
     a cache owns what its request adds. One cache serves one request at a time.
 
     ``prompt_cache`` is the `PionPromptCache` that computed the prefix (anything with a store of
-    `PrefixEntry` by namespace as ``_mlx_prefix_kv`` will do).
+    `PrefixEntry` by namespace as ``_mlx_prefix_kv`` will do). Where the prefix is not held in this
+    process, or the lane is turned off, its ``restore(namespace, prefix_len)`` is asked for a cache
+    rebuilt from the server: an ordinary one, with rows of its own.
 
     Raises `PatchNotInstalled`; `CannotSplit` for a model whose attention cannot be split, by name
-    and with the reason; `PrefixNotHeld` for a namespace that is not in this process or a lane that
-    is turned off; `PrefixMismatch` for another model or another ``prefix_len`` than the prefix's.
+    and with the reason; `PrefixNotHeld` for a namespace that is neither in this process nor to be
+    rebuilt; `PrefixMismatch` for another model or another ``prefix_len`` than the prefix's.
     In each of these cases the cache rebuild (``prompt_cache.get_or_prefill``) still works.
     """
     if sparse_full_layers is not None:
@@ -49,6 +51,8 @@ def make_pion_prompt_cache(
         raise PatchNotInstalled("call install_pion_attention_patch() first")
     require_splittable(model)
     entry = _find_entry(namespace, prompt_cache)
+    if entry is None:
+        return _rebuild(namespace, prompt_cache, prefix_len)
     if entry.model() is not model:
         raise PrefixMismatch(
             f"prefix {namespace!r} was computed by another model than this {model_name(model)}"
@@ -58,15 +62,21 @@ def make_pion_prompt_cache(
     return entry.open()
 
 
-def _find_entry(namespace: str | bytes, prompt_cache: Any) -> PrefixEntry:
+def _find_entry(namespace: str | bytes, prompt_cache: Any) -> PrefixEntry | None:
     store = getattr(prompt_cache, "_mlx_prefix_kv", None)
     if store is None:
         raise TypeError(f"{type(prompt_cache).__name__} keeps no prefixes in process")
     entry: PrefixEntry | None = None if lane_is_off() else store.get(namespace)
-    if entry is None:
+    return entry
+
+
+def _rebuild(namespace: str | bytes, prompt_cache: Any, prefix_len: int) -> list[Any]:
+    restore = getattr(prompt_cache, "restore", None)
+    cache: list[Any] | None = restore(namespace, prefix_len) if restore is not None else None
+    if cache is None:
         why = f"{SWITCH} turns the in-process lane off" if lane_is_off() else "it is not held"
         raise PrefixNotHeld(
-            f"no prefix {namespace!r} in this process ({why}); "
-            "use the cache rebuild (get_or_prefill) instead"
+            f"no prefix {namespace!r} of {prefix_len} tokens in this process ({why}), "
+            "nor stored for this model; compute it with get_or_prefill"
         )
-    return entry
+    return cache
