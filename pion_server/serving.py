@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 
 from pion_server import __version__
 from pion_server.commands.dispatch import Dispatcher
-from pion_server.config import Config, resolve
+from pion_server.config import Config
+from pion_server.doors import Doors, bind_doors, start_listening
 from pion_server.flags import ConfigError
 from pion_server.housekeeping import start_housekeeping
 from pion_server.process import keep_talking, raise_file_limit
@@ -23,10 +22,9 @@ from pion_server.status import CrashLog, StatusFile
 from pion_server.store.checking import check_directory
 from pion_server.store.files import DirectoryInUse
 from pion_server.store.log import ForeignFile
-from pion_server.wire.resp import Limits
+from pion_server.wire.lane import binary_lane, resp_lane
 from pion_server.wire.server import Server
 
-_BACKLOG = 1024
 # Descriptors beside the clients' own: log and snapshot files, the loop, the standard three.
 _SPARE_FILES = 256
 
@@ -62,14 +60,13 @@ def _serve(config: Config) -> int:
     for notice in config.notices:
         print(f"pion-server: {notice}", file=sys.stderr)
     raise_file_limit(config.max_clients + _SPARE_FILES)
-    listeners = _bind(config)
-    port = int(listeners[0].getsockname()[1])
+    doors = bind_doors(config)
     try:
         state = open_state(config)
     except OSError as error:
         where = error.filename or config.directory
         raise ConfigError(f"cannot open the data in {where}: {error.strerror or error}") from error
-    state.port = port
+    port = state.port = doors.port
     default = config.directory / f"pion-{port}"
     status = StatusFile(config.status_file or default.with_name(f"{default.name}.status"), port)
     crash_path = config.crash_log or default.with_name(f"{default.name}.crash.log")
@@ -77,7 +74,7 @@ def _serve(config: Config) -> int:
     crash_log.note_start(status.read())
     status.write("starting")
     try:
-        reason = _run_loop(config, state, listeners, status)
+        reason = _run_loop(config, state, doors, status)
     except BaseException as error:
         status.write("failed")
         crash_log.note_exit(1, type(error).__name__)
@@ -88,9 +85,7 @@ def _serve(config: Config) -> int:
     return 0
 
 
-def _run_loop(
-    config: Config, state: ServerState, listeners: list[socket.socket], status: StatusFile
-) -> str:
+def _run_loop(config: Config, state: ServerState, doors: Doors, status: StatusFile) -> str:
     """Serve on uvloop where there is one; why the server stopped."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
@@ -98,11 +93,11 @@ def _run_loop(
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_serve_until_stopped(config, state, listeners, status))
+        return runner.run(_serve_until_stopped(config, state, doors, status))
 
 
 async def _serve_until_stopped(
-    config: Config, state: ServerState, listeners: list[socket.socket], status: StatusFile
+    config: Config, state: ServerState, doors: Doors, status: StatusFile
 ) -> str:
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[str] = loop.create_future()
@@ -117,16 +112,14 @@ async def _serve_until_stopped(
     dispatcher = Dispatcher(state)
     server = Server(
         dispatcher,
-        limits=Limits(request=config.max_request),
         max_clients=config.max_clients,
         output_limit=config.output_limit,
     )
-    for listener in listeners:
-        try:
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            raise _cannot_listen(config, error) from None
-        server.listen(listener)
+    start_listening(config, doors)
+    for listener in doors.resp:
+        server.listen(listener, resp_lane(dispatcher, config.max_request))
+    for listener in doors.binary:
+        server.listen(listener, binary_lane(dispatcher, config.max_request))
     background = [loop.create_task(status.beat()), *start_housekeeping(state)]
     status.write("running")
     _announce(config, state.port)
@@ -151,29 +144,3 @@ def _announce(config: Config, port: int) -> None:
         f"(pid {os.getpid()}, version {__version__}, data {config.directory.resolve()})",
         flush=True,
     )
-
-
-def _bind(config: Config) -> list[socket.socket]:
-    """One bound socket an address, all on the same port. Nothing listens yet."""
-    bound: list[socket.socket] = []
-    port = config.port
-    for family, address in resolve(config.bind, port):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address[0], port, *address[2:]))
-        except OSError as error:
-            sock.close()
-            raise _cannot_listen(config, error) from None
-        port = sock.getsockname()[1]
-        bound.append(sock)
-    return bound
-
-
-def _cannot_listen(config: Config, error: OSError) -> ConfigError:
-    where = f"{config.bind}:{config.port}"
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"{where} is in use by another program; choose another --port")
-    return ConfigError(f"cannot listen on {where}: {error.strerror or error}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hmac
 import time
 
 from pion_server.commands.registry import Args, Context, Flag, command
-from pion_server.errors import AuthRequired, BadArgument, CommandError, WrongPassword, printable
+from pion_server.errors import AuthRequired, BadArgument, CommandError, printable
+from pion_server.wire.auth import check_password
 from pion_server.wire.connection import Connection
 from pion_server.wire.replies import Verbatim
 
@@ -54,7 +54,9 @@ def hello(ctx: Context, args: Args) -> object:
         else:
             raise BadArgument(f"Syntax error in HELLO option '{printable(word)}'")
     if credentials is not None:
-        _check_password(ctx, credentials[1])
+        refusal = check_password(ctx.state.config.password, credentials[1])
+        if refusal is not None:
+            return refusal
     elif not connection.authenticated:
         raise AuthRequired(
             "HELLO must be called with the client already authenticated, otherwise the HELLO "
@@ -85,19 +87,13 @@ def _read_protocol(word: bytes) -> int:
 
 
 @command("AUTH", min_args=1, max_args=2, flags=Flag.NOAUTH)
-def auth(ctx: Context, args: Args) -> str:
+def auth(ctx: Context, args: Args) -> object:
     """AUTH [user] password"""
-    _check_password(ctx, args[-1])
+    refusal = check_password(ctx.state.config.password, args[-1])
+    if refusal is not None:
+        return refusal
     ctx.connection.authenticated = True
     return "OK"
-
-
-def _check_password(ctx: Context, given: bytes | bytearray | memoryview) -> None:
-    password = ctx.state.config.password
-    if password is None:
-        raise BadArgument("Client sent AUTH, but no password is set")
-    if not hmac.compare_digest(bytes(given), password.encode()):
-        raise WrongPassword("invalid username-password pair or user is disabled.")
 
 
 @command("SELECT", min_args=1, max_args=1)

@@ -16,6 +16,7 @@ from types import CoroutineType
 from typing import Any
 
 from pion_server import commands
+from pion_server.commands.frames import FRAMES
 from pion_server.commands.registry import (
     NAMESPACE_LIMIT,
     SID_LIMIT,
@@ -28,6 +29,7 @@ from pion_server.commands.registry import (
 from pion_server.errors import AuthRequired, BadArgument, CommandError, OutOfMemory, printable
 from pion_server.payload import Buffer, Offload
 from pion_server.state import ServerState
+from pion_server.wire.binary import Frame
 from pion_server.wire.connection import Connection
 from pion_server.wire.replies import NO_REPLY
 
@@ -97,14 +99,34 @@ class Dispatcher:
                 return self._commit(command, result)
             return result
         except Exception as error:
-            return _as_reply(error, command)
+            return _as_reply(error, command.name if command is not None else "?")
+
+    def execute_frame(
+        self, connection: Connection, frame: Frame
+    ) -> object | Coroutine[Any, Any, object]:
+        """The same for a request of the binary lane; errors become statuses there."""
+        command = FRAMES.get(frame.command)
+        name = command.name if command is not None else f"frame {frame.command:#04x}"
+        self.state.commands_executed += 1
+        connection.used(name)
+        try:
+            if not (connection.authenticated or (command is not None and command.open_to_all)):
+                raise AuthRequired("Authentication required.")
+            if command is None or frame.body is None:
+                raise CommandError(f"{name} is unknown or too long")
+            if command.sid is not None:
+                _check_length(name, command.sid(frame.body), "sid", SID_LIMIT)
+            result = command.handler(self._contexts[connection.id], frame.body)
+            return self._finish(name, result) if _is_unfinished(result) else result
+        except Exception as error:
+            return _as_reply(error, name)
 
     def _run(
         self, command: Command, ctx: Context, args: Args
     ) -> object | Coroutine[Any, Any, object]:
         if not command.writes:
             result = command.handler(ctx, args)
-            return self._finish(command, result) if _is_unfinished(result) else result
+            return self._finish(command.name, result) if _is_unfinished(result) else result
         lock = self.state.writer_lock
         if not lock.try_acquire():
             return self._write_later(command, ctx, args)
@@ -124,13 +146,13 @@ class Dispatcher:
             result = command.handler(ctx, args)
         except Exception as error:
             self.state.writer_lock.release()
-            return _as_reply(error, command)
+            return _as_reply(error, command.name)
         return await self._finish_write(command, result)
 
     async def _finish_write(self, command: Command, result: object) -> object:
         """What is left of a write; the lock is held, and free again afterwards."""
         try:
-            return await self._finish(command, result)
+            return await self._finish(command.name, result)
         finally:
             self.state.writer_lock.release()
 
@@ -145,10 +167,10 @@ class Dispatcher:
         try:
             await self.state.group_commit.commit()
         except Exception as error:
-            return _as_reply(error, command)
+            return _as_reply(error, command.name)
         return result
 
-    async def _finish(self, command: Command, result: object) -> object:
+    async def _finish(self, name: str, result: object) -> object:
         try:
             if isinstance(result, CoroutineType):
                 result = await result
@@ -157,7 +179,7 @@ class Dispatcher:
                 result = await loop.run_in_executor(self._threads, result.work)
             return result
         except Exception as error:
-            return _as_reply(error, command)
+            return _as_reply(error, name)
 
 
 def _is_unfinished(result: object) -> bool:
@@ -182,14 +204,17 @@ def _check_names(command: Command, positions: Positions, args: Args, kind: str, 
     else:
         chosen = [args[position] for position in positions(args)]
     for name in chosen:
-        if not 1 <= len(name) <= limit:
-            raise BadArgument(f"{command.name}: a {kind} must have 1 to {limit} bytes")
+        _check_length(command.name, name, kind, limit)
 
 
-def _as_reply(error: Exception, command: Command | None) -> CommandError:
+def _check_length(command: str, name: Buffer, kind: str, limit: int) -> None:
+    if not 1 <= len(name) <= limit:
+        raise BadArgument(f"{command}: a {kind} must have 1 to {limit} bytes")
+
+
+def _as_reply(error: Exception, name: str) -> CommandError:
     if isinstance(error, CommandError):
         return error
-    name = command.name if command is not None else "?"
     if isinstance(error, MemoryError):
         return OutOfMemory(f"{name}: the process is out of memory")
     print(f"internal error in {name}:", file=sys.stderr)

@@ -7,6 +7,7 @@ commands end by themselves, and meanwhile the kernel's buffer is queue enough.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
 import time
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from pion_server.errors import CommandError
 from pion_server.wire.connection import Connection
+from pion_server.wire.lane import Lane
 from pion_server.wire.outbox import BrokenPayload, Outbox
-from pion_server.wire.replies import NO_REPLY, encode
-from pion_server.wire.resp import UNAUTHENTICATED, ProtocolError, RequestParser
+from pion_server.wire.replies import NO_REPLY
+from pion_server.wire.resp import ProtocolError
 
 if TYPE_CHECKING:
     from pion_server.wire.server import Server
@@ -35,14 +37,19 @@ _LINGER = 1.0
 class Channel:
     """The moving part of one connection; lives until both directions are done."""
 
-    def __init__(self, server: Server, sock: socket.socket, connection: Connection) -> None:
+    def __init__(
+        self, server: Server, sock: socket.socket, connection: Connection, lane: Lane
+    ) -> None:
         self.connection = connection
         self.outbox = Outbox(server.spool)
         self._server = server
         self._loop = server.loop
         self._sock = sock
         self._fd = sock.fileno()
-        self._parser = RequestParser(server.scratch, server.limits)
+        self._lane = lane
+        self._parser = lane.make_parser(server.scratch, lane.limits)
+        self._heard = 0.0  # when the last bytes came, on lanes where that matters
+        self._watch: asyncio.TimerHandle | None = None
         self._busy = False  # a command is running off the loop
         self._queued = False  # the rest of the parsed input waits for the next turn
         self._reading = False
@@ -94,7 +101,23 @@ class Channel:
 
     def _limit_input(self) -> None:
         known = self.connection.authenticated
-        self._parser.limits = self._server.limits if known else UNAUTHENTICATED
+        self._parser.limits = self._lane.limits if known else self._lane.unauthenticated
+
+    def _watch_silence(self, silence: float) -> None:
+        """While a request is incomplete its sender must not fall silent for that long."""
+        self._heard = self._loop.time()
+        if self._watch is None:
+            self._watch = self._loop.call_later(silence, self._check_silence, silence)
+
+    def _check_silence(self, silence: float) -> None:
+        self._watch = None
+        if self._busy or self._queued or self._ending or not self._parser.in_request:
+            return
+        left = self._heard + silence - self._loop.time()
+        if left > 0:
+            self._watch = self._loop.call_later(left, self._check_silence, silence)
+        else:
+            self.close()
 
     # Executing
 
@@ -120,13 +143,15 @@ class Channel:
                     self._ending = True
                 else:
                     self._read(True)
+                    if self._lane.silence is not None and self._parser.in_request:
+                        self._watch_silence(self._lane.silence)
                 break
             turn -= 1
             self._execute(request)
         self._flush()
 
-    def _execute(self, request: list[Any]) -> None:
-        result = self._server.service.execute(self.connection, request)
+    def _execute(self, request: Any) -> None:
+        result = self._lane.execute(self.connection, request)
         if type(result) is CoroutineType:
             self._busy = True
             self._loop.create_task(self._await(result))
@@ -147,19 +172,20 @@ class Channel:
         connection = self.connection
         if value is not NO_REPLY:
             try:
-                pieces = encode(value, connection.protocol)
+                pieces = self._lane.encode(value, connection.protocol)
             except Exception as error:
                 _complain(connection, f"a reply could not be encoded: {error!r}")
-                pieces = encode(CommandError("internal error: the reply could not be encoded"))
+                failure = CommandError("internal error: the reply could not be encoded")
+                pieces = self._lane.encode(failure, connection.protocol)
             self.outbox.put(pieces)
         self._limit_input()
         if connection.closing:
             self._ending = True
 
     def _refuse(self, error: Exception) -> None:
-        """A protocol error: one line, then the end."""
+        """A protocol error: at most one line, then the end."""
         text = str(error) if isinstance(error, ProtocolError) else "out of memory"
-        self.outbox.put(encode(CommandError(f"Protocol error: {text}")))
+        self.outbox.put(self._lane.refuse(text))
         self._ending = True
 
     # Writing
@@ -239,6 +265,8 @@ class Channel:
         self._read(False)
         if self._writing:
             self._loop.remove_writer(self._fd)
+        if self._watch is not None:
+            self._watch.cancel()
         self.outbox.abandon()
         self._server.note_queued(self)
         self._sock.close()

@@ -63,6 +63,12 @@ class Outbox:
             self.held += _OVERHEAD
             self._joined = bytearray()
 
+    @property
+    def current(self) -> int:
+        """Bytes in memory of the piece being sent."""
+        chunk = self._chunk
+        return 0 if self._payload or chunk is None or isinstance(chunk, FileSpan) else len(chunk)
+
     def __bool__(self) -> bool:
         return bool(self._joined or self._queue or self._chunk is not None or self._payload)
 

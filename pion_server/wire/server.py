@@ -6,13 +6,12 @@ import asyncio
 import errno
 import ipaddress
 import socket
-from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any
 
-from pion_server.payload import Buffer
 from pion_server.wire.channel import Channel
 from pion_server.wire.connection import Connection
-from pion_server.wire.resp import SCRATCH, Limits
+from pion_server.wire.lane import Lane, Service
+from pion_server.wire.resp import SCRATCH
 
 _ACCEPTS_A_TURN = 64
 _SPOOL = 256 * 1024
@@ -22,21 +21,6 @@ _ACCEPT_PAUSE = 0.1
 _OUTPUT_SHARES = 4
 
 
-class Service(Protocol):
-    """What the wire serves. It knows no command; the service knows no socket."""
-
-    def connected(self, connection: Connection) -> None:
-        """A client is there. Sets `connection.authenticated`."""
-
-    def execute(
-        self, connection: Connection, request: list[Buffer]
-    ) -> object | Coroutine[Any, Any, object]:
-        """A reply value (see `replies`), or a coroutine of one. Never raises."""
-
-    def disconnected(self, connection: Connection) -> None:
-        """The client is gone."""
-
-
 class Server:
     """Accepts clients and owns their channels. One event loop, one thread."""
 
@@ -44,12 +28,10 @@ class Server:
         self,
         service: Service,
         *,
-        limits: Limits | None = None,
         max_clients: int = 10_000,
         output_limit: int = 256 * 1024 * 1024,
     ) -> None:
         self.service = service
-        self.limits = limits or Limits()
         self.max_clients = max_clients
         self.output_limit = output_limit
         self.loop = asyncio.get_running_loop()
@@ -63,13 +45,13 @@ class Server:
         self._channels: set[Channel] = set()
         self._listeners: list[socket.socket] = []
 
-    def listen(self, sock: socket.socket) -> None:
+    def listen(self, sock: socket.socket, lane: Lane) -> None:
         """Serve a bound and listening socket, from now on ours to close."""
         sock.setblocking(False)
         self._listeners.append(sock)
-        self.loop.add_reader(sock.fileno(), self._accept, sock)
+        self.loop.add_reader(sock.fileno(), self._accept, sock, lane)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, lane: Lane) -> None:
         for _ in range(_ACCEPTS_A_TURN):
             try:
                 sock, peer = listener.accept()
@@ -77,24 +59,24 @@ class Server:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._pause_accepting(listener)
+                    self._pause_accepting(listener, lane)
                 return
             if len(self._channels) >= self.max_clients:
                 self.connections_refused += 1
-                _turn_away(sock)
+                _turn_away(sock, lane.too_many_clients)
                 continue
-            self._open(sock, peer)
+            self._open(sock, peer, lane)
 
-    def _pause_accepting(self, listener: socket.socket) -> None:
+    def _pause_accepting(self, listener: socket.socket, lane: Lane) -> None:
         self.loop.remove_reader(listener.fileno())
 
         def accept_again() -> None:
             if not self.stopping:
-                self.loop.add_reader(listener.fileno(), self._accept, listener)
+                self.loop.add_reader(listener.fileno(), self._accept, listener, lane)
 
         self.loop.call_later(_ACCEPT_PAUSE, accept_again)
 
-    def _open(self, sock: socket.socket, peer: tuple[Any, ...]) -> None:
+    def _open(self, sock: socket.socket, peer: tuple[Any, ...], lane: Lane) -> None:
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -111,14 +93,15 @@ class Server:
             peer_is_local=is_local(str(peer[0])),
         )
         self.service.connected(connection)
-        self._channels.add(Channel(self, sock, connection))
+        self._channels.add(Channel(self, sock, connection, lane))
 
     def note_queued(self, channel: Channel) -> None:
         """Keep count of unread replies; over a limit the slowest reader goes, not the data."""
         held = channel.outbox.held
         self.queued_bytes += held - channel.connection.queued_bytes
         channel.connection.queued_bytes = held
-        if held > self.output_limit:
+        # A single reply has no limit: without the one being sent, what waits behind it counts.
+        if held - channel.outbox.current > self.output_limit:
             self.slow_readers_dropped += 1
             channel.drop()
         elif self.queued_bytes > _OUTPUT_SHARES * self.output_limit:
@@ -150,10 +133,10 @@ class Server:
             await asyncio.sleep(0.01)
 
 
-def _turn_away(sock: socket.socket) -> None:
+def _turn_away(sock: socket.socket, farewell: bytes) -> None:
     try:
         sock.setblocking(False)
-        sock.send(b"-ERR max number of clients reached\r\n")
+        sock.send(farewell)
     except OSError:
         pass
     sock.close()

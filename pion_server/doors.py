@@ -1,0 +1,115 @@
+"""The sockets a server listens on: its port for RESP, the next one for the binary lane."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from dataclasses import dataclass
+from typing import NoReturn
+
+from pion_server.config import Config, resolve
+from pion_server.flags import ConfigError
+
+_BACKLOG = 1024
+_LAST_PORT = 65_535
+# `--port 0` picks below the ports that systems lend to outgoing connections: a server that is
+# restarted on its port then finds the next one free, too.
+_FREE_PORTS = range(10_240, 32_766)
+_ATTEMPTS = 100
+# The public client sends a frame with one call and does not look whether all of it went: what
+# our kernel takes at once is what arrives.
+_RECEIVE_BUFFER = 8 * 1024 * 1024
+_LEAST_RECEIVE_BUFFER = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Bound sockets, one an address: RESP's all on `port`, the binary lane's on the next."""
+
+    port: int
+    resp: list[socket.socket]
+    binary: list[socket.socket]
+
+
+def bind_doors(config: Config) -> Doors:
+    """Take both ports on all addresses. Nothing listens yet. Raises ConfigError.
+
+    For port 0 any free pair will do.
+    """
+    if config.port == _LAST_PORT:
+        raise ConfigError(f"--port {_LAST_PORT} leaves no port for the binary lane, which is next")
+    if config.port:
+        return _bind_pair(config, config.port)
+    for port in random.sample(_FREE_PORTS, _ATTEMPTS):
+        try:
+            return _bind_pair(config, port)
+        except PortInUse:
+            continue
+    raise ConfigError(f"no two consecutive ports are free on {config.bind}")
+
+
+class PortInUse(ConfigError):
+    """Another program has the port."""
+
+
+def start_listening(config: Config, doors: Doors) -> None:
+    """Let clients queue at all doors. Raises ConfigError."""
+    for port, listeners in ((doors.port, doors.resp), (doors.port + 1, doors.binary)):
+        for listener in listeners:
+            try:
+                listener.listen(_BACKLOG)
+            except OSError as error:
+                _refuse(config, port, error)
+
+
+def _bind_pair(config: Config, port: int) -> Doors:
+    resp = _bind(config, port, 0)
+    try:
+        return Doors(port, resp, _bind(config, port + 1, _receive_buffer()))
+    except ConfigError:
+        for sock in resp:
+            sock.close()
+        raise
+
+
+def _bind(config: Config, port: int, receive_buffer: int) -> list[socket.socket]:
+    bound: list[socket.socket] = []
+    for family, address in resolve(config.bind, port):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        bound.append(sock)
+        try:
+            if config.port:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            if receive_buffer:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            sock.bind(address)
+            # With it, two that pick a port at once would share it until both listen; without it,
+            # this server's own past connections would keep the next one from the port.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        except OSError as error:
+            for other in bound:
+                other.close()
+            _refuse(config, port, error)
+    return bound
+
+
+def _receive_buffer() -> int:
+    """What to ask for, or 0 where the system gives less than it would by itself."""
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
+        except OSError:  # some systems refuse what is above their limit
+            return 0
+        given = probe.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    return _RECEIVE_BUFFER if given >= _LEAST_RECEIVE_BUFFER else 0
+
+
+def _refuse(config: Config, port: int, error: OSError) -> NoReturn:
+    where = f"{config.bind}:{port}"
+    if error.errno != errno.EADDRINUSE:
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
+    lane = "" if port == config.port else " (the binary lane, next to --port)"
+    raise PortInUse(f"{where}{lane} is in use by another program; choose another --port") from None
