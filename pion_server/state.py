@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 
 from pion_server.attend.service import Attention
 from pion_server.config import Config
+from pion_server.store.export import Exports
 from pion_server.store.opening import StoreOptions, Stores, open_stores
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore
@@ -127,6 +128,8 @@ class ServerState:
     port: int = 0
     stop: Callable[[str], None] = lambda reason: None
     save_lock: WriterLock = field(default_factory=WriterLock)
+    export_lock: WriterLock = field(default_factory=WriterLock)
+    exports: Exports = field(init=False)
     group_commit: GroupCommit = field(init=False)
     attend: Attention = field(init=False)
     total_fetches: int = 0
@@ -134,6 +137,13 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.group_commit = GroupCommit(self.stores.sync)
+        self.exports = Exports(
+            self.vstore,
+            self.config.directory,
+            directory=self.config.export_directory,
+            worker=self.worker_id,
+            budget=self.config.export_budget,
+        )
         self.attend = Attention(self.config, self.vstore, self.writer_lock)
 
     @property

@@ -1,0 +1,156 @@
+"""Rows as a safetensors file that MLX maps lazily: head-major tensors, data on a page boundary.
+
+    u64 header length | JSON header, space-padded to end on a page | data, tensor after tensor
+
+Stored rows are `[N][H][D]`, a row a token; a tensor is `[1, H, N, D]`, so a run of rows becomes one
+piece for each head. Rows are read, turned and written a few megabytes at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_server.formats import Format, InputType, Run
+from pion_server.store.files import StoreFile
+from pion_server.store.rows import StoredRows
+
+PAGE = 4096
+STEP_BYTES = 4 << 20
+
+U8 = NDArray[np.uint8]
+_ITEM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a layer's side: `[1, heads, N, width]` of `dtype`, named with `suffix`."""
+
+    suffix: str
+    dtype: str
+    heads: int
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes one head of one row has."""
+        return self.width * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a format's rows become tensors: `split` answers u8 `[n, heads, bytes]` for each part."""
+
+    parts: tuple[Part, ...]
+    split: Callable[[Run], Sequence[U8]]
+
+
+def choose_layout(fmt: Format, heads: int, head_dim: int, *, stored: bool) -> Layout:
+    """F16 values, or (`stored`) what the format keeps; a row of another width is one head."""
+    if fmt.dim != heads * head_dim:
+        heads, head_dim = 1, fmt.dim
+    if not stored and fmt.native is not InputType.F16:
+        return _plain("F16", heads, head_dim, lambda run: _narrow(fmt, run))
+    if fmt.native is not None:
+        return _plain(fmt.native.name, heads, head_dim, lambda run: _bytes(run.body))
+    if fmt.name == "mlx4g32" and head_dim % 32 == 0:
+        return _grouped(heads, head_dim)
+    return _plain("U8", 1, fmt.packed_row_bytes, lambda run: _bytes(fmt.pack(run)))
+
+
+def _bytes(data: object) -> U8:
+    return np.frombuffer(data, dtype=np.uint8)  # type: ignore[call-overload, no-any-return]
+
+
+def _narrow(fmt: Format, run: Run) -> U8:
+    with np.errstate(over="ignore"):
+        return fmt.decode(run).astype(np.float16).reshape(-1).view(np.uint8)
+
+
+def _plain(dtype: str, heads: int, width: int, read: Callable[[Run], U8]) -> Layout:
+    part = Part("", dtype, heads, width)
+    return Layout((part,), lambda run: (read(run).reshape(run.rows, heads, part.row_bytes),))
+
+
+def _grouped(heads: int, head_dim: int) -> Layout:
+    """mlx4g32: a row is all codes, all scales, all biases; each splits evenly among the heads."""
+    parts = (
+        Part(".codes", "U32", heads, head_dim // 8),
+        Part(".scales", "F16", heads, head_dim // 32),
+        Part(".biases", "F16", heads, head_dim // 32),
+    )
+
+    def split(run: Run) -> list[U8]:
+        rows = _bytes(run.body).reshape(run.rows, -1)
+        pieces, at = [], 0
+        for part in parts:
+            end = at + heads * part.row_bytes
+            pieces.append(rows[:, at:end].reshape(run.rows, heads, part.row_bytes))
+            at = end
+        return pieces
+
+    return Layout(parts, split)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One layer of keys or values: its name (`k.0`), its rows and their layout."""
+
+    name: str
+    rows: StoredRows
+    layout: Layout
+
+
+class TensorFile:
+    """A file still to be written: its header, and where each tensor goes."""
+
+    def __init__(self, sides: Sequence[Side]) -> None:
+        self.sides = sides
+        self._places: list[list[int]] = []
+        entries: dict[str, object] = {}
+        at = 0
+        for side in sides:
+            places = []
+            for part in side.layout.parts:
+                end = at + part.heads * side.rows.rows * part.row_bytes
+                entries[side.name + part.suffix] = {
+                    "dtype": part.dtype,
+                    "shape": [1, part.heads, side.rows.rows, part.width],
+                    "data_offsets": [at, end],
+                }
+                places.append(at)
+                at = end
+            self._places.append(places)
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        padded = -(8 + len(text)) % PAGE + len(text)
+        self.header = padded.to_bytes(8, "little") + text.ljust(padded)
+        self.data_bytes = at
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the whole file."""
+        return len(self.header) + self.data_bytes
+
+    def write(self, file: StoreFile) -> None:
+        """Write everything; raises OSError, and DamagedEntry for rows that fail their checksum."""
+        file.write([self.header], 0)
+        for side, places in zip(self.sides, self._places, strict=True):
+            side.rows.verify()
+            self._write_side(file, side, places)
+
+    def _write_side(self, file: StoreFile, side: Side, places: list[int]) -> None:
+        parts, done = side.layout.parts, 0
+        row_bytes = max(side.rows.format.dim * 4, side.rows.format.packed_row_bytes)
+        for run in side.rows.runs(max(1, STEP_BYTES // row_bytes)):
+            assert isinstance(run, Run), "rows with gaps are refused before"
+            for part, place, piece in zip(parts, places, side.layout.split(run), strict=True):
+                by_head = np.ascontiguousarray(piece.transpose(1, 0, 2))
+                for head in range(part.heads):
+                    row = head * side.rows.rows + done
+                    offset = len(self.header) + place + row * part.row_bytes
+                    file.write([by_head[head].reshape(-1).data], offset)
+            done += run.rows
