@@ -58,7 +58,7 @@ def check_directory(
 def _check_file(path: Path, kind: int, report: CheckReport, repair: bool) -> None:
     report.files += 1
     try:
-        reader = LogReader(StoreFile.open(path), kind)
+        reader = LogReader(StoreFile.open(path), kind, grows=".wal." in path.name)
         for record in reader.records():
             report.records += 1
             report.nbytes += record.length

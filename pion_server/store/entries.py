@@ -17,7 +17,8 @@ class RecordType(enum.IntEnum):
     """Sessions made [s: list of [sid, schema], x: sids emptied before, b: [sid, block size] of a
     block table]; body: its u64 hashes."""
     ROWS = 2
-    """Rows stored [s sid, l layer, a first row, r: list of [rows, run header hex]]; body: rows."""
+    """Rows stored [s sid, l layer, a first row, r: list of [rows, run header hex], f: format tag
+    and dim]; body: rows."""
     DROP = 3
     """Sessions [s] and everything kept of namespaces [n] are gone."""
     CUT = 4

@@ -179,8 +179,9 @@ def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
     )
     snapshot = directory / f"pion.ssm.{worker}"
     _Loading(slog, ssm.replay, notices, options.keep_cut).run(snapshot, slog_path)
-    # The logs' names must outlive a power loss before COMMIT may promise anything.
-    sync_directory(directory)
+    if not (vlog.end or slog.end):
+        # The logs' names must outlive a power loss before COMMIT may promise anything.
+        sync_directory(directory)
     vstore.ssm = ssm
     budget.limit = options.max_memory
     stores = Stores(vstore, ssm, budget, options, notices, lock)
@@ -204,7 +205,7 @@ class _Loading:
         log = self.log
         covers = 0
         if snapshot.exists() and snapshot.stat().st_size:
-            reader = LogReader(StoreFile.open(snapshot), log.kind)
+            reader = LogReader(StoreFile.open(snapshot), log.kind, grows=False)
             self._replay(reader.records(), snapshot.name)
             covers, log.marker = reader.covers, reader.marker or log.marker
             log.snapshot_bytes = reader.size

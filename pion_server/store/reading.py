@@ -59,8 +59,10 @@ class _Window:
 class LogReader:
     """Reads one file's records at start-up, past any damage, without touching the file."""
 
-    def __init__(self, file: StoreFile, kind: int) -> None:
+    def __init__(self, file: StoreFile, kind: int, *, grows: bool = True) -> None:
+        """`grows`: a log, whose end a power loss may leave as zeros, and not a snapshot."""
         self.file = file
+        self._grows = grows
         self.report = ScanReport()
         self.size = file.size()
         self.covers = 0
@@ -107,26 +109,50 @@ class LogReader:
                     )
                 self.marker, self.covers = marker, covers
                 return
-        # The header is damaged or the file is not ours: the first record tells which.
-        first = self._window.read(FILE_HEADER.size, HEAD.size)
-        marker = first[4:12]
-        if len(first) == HEAD.size and first[:4] == MAGIC:
-            self.marker = marker
-            head = self._head_at(FILE_HEADER.size, MAGIC)
-            if head is not None:
-                # All records of a snapshot carry the number that its header has as `covers`.
-                self.covers = head.seq
-                self.report.notes.append("file header damaged, marker taken from the first record")
-                return
+        # The header is damaged or the file is not ours: the first record found tells which.
+        found = self._first_head()
+        if found is not None:
+            # All records of a snapshot carry the number that its header has as `covers`.
+            self.covers = found.seq
+            self.report.notes.append("file header damaged, marker taken from a record")
+            return
+        self.marker = b""
         if self.size <= FILE_HEADER.size and FILE_MAGIC.startswith(raw[:8]):
             self.report.notes.append("file header torn")
-            self.marker = b""
+            return
+        if self._grows and self._is_blank():
+            self.report.notes.append("nothing but zeros")
             return
         public = " (it looks like the public Pion server's)" if raw[:8] in PUBLIC_MAGICS else ""
         raise ForeignFile(
             f"{self.file.path.name} is not a pion-server record log{public}; "
             "move it away or choose another --dir"
         )
+
+    def _first_head(self) -> Head | None:
+        """The first valid head in the file, whatever its marker, which becomes ours."""
+        for at, data in self._chunks(0, HEAD.size):
+            place = data.find(MAGIC[1:])
+            while place >= 0:
+                magic, self.marker = data[place - 1 : place + 3], data[place + 3 : place + 11]
+                if place and magic in (MAGIC, TRAILER_MAGIC):
+                    head = self._head_at(at + place - 1, magic)
+                    if head is not None:
+                        return head
+                place = data.find(MAGIC[1:], place + 1)
+        return None
+
+    def _is_blank(self) -> bool:
+        return not any(data.strip(b"\0") for _, data in self._chunks(0, 0))
+
+    def _chunks(self, at: int, overlap: int) -> Iterator[tuple[int, bytes]]:
+        """The file from `at` on, piece by piece, each beginning `overlap` bytes early."""
+        while at < self.size:
+            data = self._read(at, READ_CHUNK)
+            if len(data) <= overlap:
+                return
+            yield at, data
+            at += len(data) - overlap
 
     def _head_at(self, offset: int, magic: bytes) -> Head | None:
         raw = self._window.read(offset, HEAD.size)
@@ -142,12 +168,7 @@ class LogReader:
 
     def _resync(self, offset: int) -> tuple[int, bytes] | None:
         """The next place behind `offset` that holds a valid head copy of either kind."""
-        at = offset
-        overlap = 4 + len(self.marker) - 1
-        while at < self.size:
-            data = self._read(at, READ_CHUNK)
-            if len(data) <= overlap:
-                return None
+        for at, data in self._chunks(offset, 4 + len(self.marker) - 1):
             found = data.find(self.marker)
             while found >= 0:
                 place = at + found - 4
@@ -156,7 +177,6 @@ class LogReader:
                         if self._head_at(place, magic) is not None:
                             return place, magic
                 found = data.find(self.marker, found + 1)
-            at += len(data) - overlap
         return None
 
     def records(self) -> Iterator[Record]:

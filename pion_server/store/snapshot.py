@@ -110,7 +110,7 @@ class VStoreFreeze:
             for sound in _groups(tuple(map(_lost_if_damaged, group)), row_bytes):
                 yield self._rows_item(session, layer, sound, again=True)
 
-        meta = rows_meta(session.sid, layer.index, start, runs)
+        meta = rows_meta(session.sid, layer.index, start, runs, layer.format)
         return Item(RecordType.ROWS, meta, parts, adopt, None if again else instead)
 
     def adopt(self) -> None:
@@ -209,8 +209,12 @@ def _replay_session(
 ) -> None:
     if kind == RecordType.ROWS:
         runs = [(int(rows), bytes.fromhex(header)) for rows, header in meta["r"]]
-        row_bytes = session.layer(meta["l"]).format.row_bytes
-        store.apply_rows(session, meta["l"], rows_extents(record, meta["a"], runs, row_bytes))
+        fmt = session.layer(meta["l"]).format
+        if [fmt.tag, fmt.dim] != meta["f"] or sum(
+            n for n, _ in runs
+        ) * fmt.row_bytes != record.length:
+            raise ValueError("rows of another format: the record that made their session was lost")
+        store.apply_rows(session, meta["l"], rows_extents(record, meta["a"], runs, fmt.row_bytes))
     elif kind == RecordType.LOST:
         lost = Extent(None, b"", meta["a"], 0, meta["a"], meta["a"] + meta["r"])
         store.apply_rows(session, meta["l"], (lost,))

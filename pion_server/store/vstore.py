@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pion_server.errors import BadArgument, NotFound
-from pion_server.formats import InputType
+from pion_server.formats import Format, InputType
 from pion_server.payload import Buffer
 from pion_server.store.budget import MemoryBudget, Victim
 from pion_server.store.entries import RecordType, dump_meta
@@ -253,7 +253,7 @@ class VStore:
         except ValueError as error:
             raise BadArgument(f"V.STOREBATCH: {error}") from error
         shapes = [(run.rows, run.header) for run in runs]
-        meta = rows_meta(sid, layer, start, shapes)
+        meta = rows_meta(sid, layer, start, shapes, fmt)
         covered = count_rows(held_between(held.extents, start, start + count)) if held else 0
         self.budget.reserve((count - covered) * fmt.row_bytes, ns or sid)
         self.manifests.written(ns, gen, owner)
@@ -452,10 +452,12 @@ def membership(blocks: Blocks, probes: Buffer) -> bytes:
     return np.packbits(table[places] == wanted, bitorder="little").tobytes()
 
 
-def rows_meta(sid: bytes, layer: int, start: int, runs: Sequence[tuple[int, bytes]]) -> bytes:
+def rows_meta(
+    sid: bytes, layer: int, start: int, runs: Sequence[tuple[int, bytes]], fmt: Format
+) -> bytes:
     """Metadata of a ROWS record; runs are (rows, run header)."""
     listed: list[Any] = [[rows, header.hex()] for rows, header in runs]
-    return dump_meta({"s": sid, "l": layer, "a": start, "r": listed})
+    return dump_meta({"s": sid, "l": layer, "a": start, "r": listed, "f": [fmt.tag, fmt.dim]})
 
 
 def rows_extents(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,8 @@ from tests.pion_server.faults.damage import (
     write_more,
 )
 from tests.pion_server.faults.forge import Forge, ForgedServer
-from tests.pion_server.faults.oracle import without
+from tests.pion_server.faults.observer import Refused
+from tests.pion_server.faults.oracle import Image, without
 
 KINDS = {VLOG: VSTORE_KIND, VSNAPSHOT: VSTORE_KIND, SLOG: SSM_KIND, SSNAPSHOT: SSM_KIND}
 Servers = Callable[..., ForgedServer]
@@ -288,3 +289,76 @@ def test_a_wrong_length_in_the_middle_hides_nothing_behind_it(
         ledger = write_more(server.client())
         assert restart_and_read(server) == found
         ledger.settle(server.client())
+
+
+def once_acknowledged(history: History) -> set[tuple[object, ...]]:
+    """Every value a client was ever told to be stored, row by row, with where it was stored."""
+    known: set[tuple[object, ...]] = set()
+    for moment in history.moments:
+        for ns, image in moment.images.items():
+            known.update(_values(ns, image))
+    return known
+
+
+def _values(ns: str, image: Image) -> Iterator[tuple[object, ...]]:
+    for key, value in image.items():
+        if key[0] == "rows":
+            fmt = image[("session", key[1])]
+            yield from ((ns, key, row, fmt, data) for row, data in enumerate(value))
+        else:
+            yield (ns, key, value)
+
+
+def check_sectors(
+    start: Callable[[History], ForgedServer], history: History, name: str, step: int
+) -> None:
+    """Lose each `step`th sector of a file: what is still read was stored there once."""
+    known = once_acknowledged(history)
+    outcome: Counter[str] = Counter()
+    size = (history.directory / name).stat().st_size
+    for at in range(0, size, 512 * step):
+
+        def damage(directory: Path, at: int = at) -> None:
+            with (directory / name).open("r+b") as file:
+                file.seek(at)
+                file.write(bytes(min(512, size - at)))
+
+        found = restart_and_read(start(history), damage)
+        for ns, image in found.items():
+            for value in _values(ns, image):
+                lost = value[-1] is None or isinstance(value[-1], Refused)
+                assert lost or value in known, (name, at, value)
+        outcome["all as before" if found == history.images else "some lost or older"] += 1
+    print(f"\n{name} ({size} bytes): sectors zeroed, {dict(outcome)}")
+
+
+@pytest.mark.parametrize("name", [VLOG, SLOG])
+def test_a_lost_sector_invents_nothing(
+    started: Callable[[History], ForgedServer], logged: History, name: str
+) -> None:
+    """It may take both heads of small records; then nobody knows that these were written."""
+    check_sectors(started, logged, name, 8)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [VLOG, SLOG])
+def test_any_lost_sector_invents_nothing(
+    started: Callable[[History], ForgedServer], logged: History, name: str
+) -> None:
+    check_sectors(started, logged, name, 1)
+
+
+@pytest.mark.parametrize("log", [VLOG, SLOG])
+@pytest.mark.parametrize("size", [1, 39, 40, 41, 8192])
+def test_a_log_of_zeros_is_an_empty_log(
+    forged: Servers, tmp_path: Path, log: str, size: int
+) -> None:
+    """CASES E06, E18: what a power loss leaves of a log whose first page was never written."""
+    directory = tmp_path / "data"
+    directory.mkdir(mode=0o700)
+    (directory / log).write_bytes(bytes(size))
+    server = forged(directory=directory)
+    ledger = write_more(server.client())
+    restart_and_read(server)
+    ledger.settle(server.client())
