@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
-import threading
-import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from pion_vllm_mlx.transport import (
     Argument,
@@ -27,9 +24,9 @@ from pion_vllm_mlx.transport import (
     Reply,
     ServerError,
     Status,
-    TimedOut,
     Unavailable,
 )
+from pion_vllm_mlx.transport.channel import Channel, connect, seconds_left
 
 #: Arguments above this are sent from where they lie; smaller ones are joined.
 _OWN_CHUNK: Final = 16 << 10
@@ -63,10 +60,10 @@ class RespConnection:
         self._pid = os.getpid()
         self._buffer = bytearray(_READ_AHEAD)
         self._start = self._end = 0
-        self._socket: socket.socket | None = _connect(host, port, deadline)
+        self._socket: socket.socket | None = connect(host, port, deadline)
         if password is not None:
             words = ("AUTH", password) if username is None else ("AUTH", username, password)
-            left = _left(deadline, "to authenticate")
+            left = seconds_left(deadline, "to authenticate")
             (reply,) = self.exchange([Command(words)], Patience(left, left, left))
             if reply != "OK":
                 self.close()
@@ -94,10 +91,10 @@ class RespConnection:
         if self._socket is None:
             raise Unavailable("connection is closed")
         try:
-            channel = _Channel(self._socket, patience)
+            channel = Channel(self._socket, patience)
             if channel.has_input():
                 raise Unavailable("connection closed by the server, or out of step")
-            self._send(channel, _chunks(commands))
+            self._send(channel, request_chunks(commands))
             if self._start == self._end:
                 channel.await_first_byte()
             replies = [self._reply(channel, command.place, 0, 0) for command in commands]
@@ -112,7 +109,7 @@ class RespConnection:
             raise
         return replies
 
-    def _send(self, channel: _Channel, chunks: list[memoryview]) -> None:
+    def _send(self, channel: Channel, chunks: list[memoryview]) -> None:
         """Write everything; take in early replies meanwhile, so that neither side can block."""
         first = 0
         while first < len(chunks):
@@ -127,7 +124,7 @@ class RespConnection:
             if sent:
                 chunks[first] = chunks[first][sent:]
 
-    def _reply(self, channel: _Channel, place: Place | None, index: int, depth: int) -> Reply:
+    def _reply(self, channel: Channel, place: Place | None, index: int, depth: int) -> Reply:
         line = self._line(channel)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -148,7 +145,7 @@ class RespConnection:
             return [self._reply(channel, place, element, depth + 1) for element in range(count)]
         raise ProtocolError(f"unknown reply type {kind!r}")
 
-    def _bulk(self, channel: _Channel, length: int, place: Place | None, index: int) -> Buffer:
+    def _bulk(self, channel: Channel, length: int, place: Place | None, index: int) -> Buffer:
         target = place(index, length) if place is not None else None
         body: bytearray | None = None
         if target is None:
@@ -165,7 +162,7 @@ class RespConnection:
             raise ProtocolError("bulk longer than announced")
         return target if body is None else body
 
-    def _line(self, channel: _Channel) -> bytes:
+    def _line(self, channel: Channel) -> bytes:
         searched = self._start
         while (at := self._buffer.find(b"\r\n", searched, self._end)) < 0:
             if self._end - self._start > _LONGEST_LINE - 2:
@@ -179,14 +176,14 @@ class RespConnection:
         self._start = at + 2
         return line
 
-    def _exactly(self, channel: _Channel, count: int) -> bytes:
+    def _exactly(self, channel: Channel, count: int) -> bytes:
         while self._end - self._start < count:
             self._fill(channel)
         taken = bytes(self._buffer[self._start : self._start + count])
         self._start += count
         return taken
 
-    def _fill(self, channel: _Channel) -> None:
+    def _fill(self, channel: Channel) -> None:
         """Receive at least one byte behind what is buffered, making room at the end first."""
         if self._start == self._end:
             self._start = self._end = 0
@@ -197,109 +194,7 @@ class RespConnection:
         self._end += channel.receive_into(memoryview(self._buffer)[self._end :])
 
 
-class _Channel:
-    """A non-blocking socket under the deadlines of one exchange."""
-
-    def __init__(self, sock: socket.socket, patience: Patience) -> None:
-        self._socket = sock
-        self._patience = patience
-        self._ends = time.monotonic() + patience.total
-        self._poll = select.poll()
-
-    def has_input(self) -> bool:
-        """Whether anything, an end of file included, has arrived already."""
-        self._poll.register(self._socket, select.POLLIN)
-        return bool(self._poll.poll(0))
-
-    def send(self, chunks: Sequence[memoryview]) -> int | None:
-        """Bytes the kernel took, or None if its buffer is full."""
-        try:
-            return self._socket.sendmsg(chunks)
-        except BlockingIOError:
-            return None
-
-    def wait_to_write(self, can_read: bool) -> bool:
-        """Wait until the socket takes bytes or, if `can_read`, brings some; True for the latter."""
-        events = self._wait(select.POLLOUT | (select.POLLIN if can_read else 0), "request stalled")
-        return bool(events & select.POLLIN) and not events & select.POLLOUT
-
-    def await_first_byte(self) -> None:
-        """Wait until the answer begins."""
-        self._wait(select.POLLIN, "no answer", self._patience.first_byte)
-
-    def receive_into(self, target: memoryview) -> int:
-        """Receive 1 to `len(target)` bytes."""
-        while True:
-            try:
-                count = self._socket.recv_into(target)
-            except BlockingIOError:
-                self._wait(select.POLLIN, "answer stalled")
-                continue
-            if count == 0:
-                raise Unavailable("connection closed by the server")
-            return count
-
-    def _wait(self, events: int, what: str, limit: float | None = None) -> int:
-        limit = self._patience.stall if limit is None else limit
-        seconds = min(limit, self._ends - time.monotonic())
-        self._poll.register(self._socket, events)
-        ready = self._poll.poll(max(seconds, 0) * 1000)
-        if not ready:
-            raise TimedOut(f"{what} within {max(seconds, 0):.3g} s")
-        return ready[0][1]
-
-
-def _connect(host: str, port: int, deadline: float) -> socket.socket:
-    """Open a non-blocking TCP connection before `deadline`, trying each address of `host`."""
-    failure: OSError | None = None
-    for family, address in _addresses(host, port, deadline):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(_left(deadline, "to connect"))
-            sock.connect(address)
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
-        except OSError as error:
-            failure = error
-            sock.close()
-        except BaseException:
-            sock.close()
-            raise
-    raise Unavailable(f"cannot connect: {failure}") from failure
-
-
-def _addresses(host: str, port: int, deadline: float) -> list[tuple[int, Any]]:
-    """Resolve `host`; in a thread unless it is numeric, as a resolver knows no deadline."""
-    found: list[tuple[int, Any]] = []
-    failures: list[Exception] = []
-
-    def resolve(flags: int = 0) -> None:
-        try:
-            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-            found.extend((family, address) for family, _, _, _, address in answers)
-        except (OSError, UnicodeError) as error:
-            failures.append(error)
-
-    resolve(socket.AI_NUMERICHOST)
-    if not found:
-        failures.clear()
-        resolver = threading.Thread(target=resolve, daemon=True)
-        resolver.start()
-        resolver.join(_left(deadline, "to resolve the host name"))
-    if not found:
-        raise Unavailable(f"cannot resolve {host!r}: {failures[0] if failures else 'too slow'}")
-    return found
-
-
-def _left(deadline: float, purpose: str) -> float:
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise TimedOut(f"no time left {purpose}")
-    return seconds
-
-
-def _chunks(commands: Sequence[Command]) -> list[memoryview]:
+def request_chunks(commands: Sequence[Command]) -> list[memoryview]:
     """The request as a list of buffers; blobs are referred to, not copied."""
     chunks: list[memoryview] = []
     small = bytearray()
