@@ -150,7 +150,10 @@ def member(ctx: Context, args: Args) -> object:
 
 @command("KV.PREFIX.INFO", min_args=0, max_args=0)
 def info(ctx: Context, args: Args) -> bytes:
-    """KV.PREFIX.INFO"""
+    """KV.PREFIX.INFO
+
+    Figures of the stores, `name:value` lines; `vstore_bytes` are live rows as stored.
+    """
     state, vstore = ctx.state, ctx.state.vstore
     with vstore.lock:
         k_rows = [session.rows(0) for session in vstore.table if session.sid.endswith(b"_pk")]
@@ -264,7 +267,10 @@ def pin(ctx: Context, args: Args) -> int:
 
 @command("KV.PREFIX.UNPIN", min_args=1, max_args=1, flags=Flag.WRITE, names="first")
 def unpin(ctx: Context, args: Args) -> int:
-    """KV.PREFIX.UNPIN <ns>"""
+    """KV.PREFIX.UNPIN <ns>
+
+    Makes it ordinary again: 1, or 0 if it is not held.
+    """
     return int(ctx.state.vstore.pin(arguments.name(args[0]), False))
 
 

@@ -15,7 +15,10 @@ MAX_LAYER = 2**32 - 2
 
 @command("SSM.PREFIX.STORE", min_args=3, max_args=5, flags=Flag.WRITE, names="first")
 def store(ctx: Context, args: Args) -> object:
-    """SSM.PREFIX.STORE <sid> <layer> <state_blob> [GEN <gen>]"""
+    """SSM.PREFIX.STORE <sid> <layer> <state_blob> [GEN <gen>]
+
+    Keeps an opaque blob, replacing what the layer had; an empty one is not a missing one.
+    """
     sid, layer, blob = arguments.name(args[0]), _layer(args[1]), args[2]
     gen = None
     if len(args) > 3:

@@ -166,7 +166,10 @@ EVERYTHING = {"ALL", "DEFAULT", "EVERYTHING"}
 
 @command("INFO", min_args=0)
 def info(ctx: Context, args: Args) -> Verbatim:
-    """INFO [section ...]"""
+    """INFO [section ...]
+
+    The server in Redis' sections, and `# Pion`: the value receipt.
+    """
     wanted = {word(arg) for arg in args} or EVERYTHING
     chosen = [n for n in SECTIONS if wanted & EVERYTHING or n.upper() in wanted]
     blocks = []
