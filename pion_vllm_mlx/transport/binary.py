@@ -110,9 +110,9 @@ class BinaryLane:
     ) -> F32:
         """Attention of `queries` [H_q][M][D] over the stored prefix and a suffix [H_kv][S][D].
 
-        All float32, the suffix causal. `head_map` is the kv head of each query head; `window` None leaves the number
-        of visible prefix tokens to the server, 0 is all. Returns [H_q][M][D]. Raises ColdEntry,
-        Declined, TransportError, or ValueError for what no frame can say.
+        All float32, the suffix causal. `head_map` is the kv head of each query head; `window` None
+        leaves the number of visible prefix tokens to the server, 0 is all. Returns [H_q][M][D].
+        Raises ColdEntry, Declined, TransportError, or ValueError for what no frame can say.
         """
         body = _fused_body(sid, layer, queries, suffix_keys, suffix_values, head_map, window)
         patience = patience or Patience(first_byte=60.0)
