@@ -15,6 +15,8 @@ from typing import Protocol, cast
 #: Name to module. Their imports must be cheap: all are loaded to print the help.
 SUBCOMMANDS: Mapping[str, str] = {
     "demo": "pion_vllm_mlx.demo",
+    "export": "pion_vllm_mlx.cli_export",
+    "import": "pion_vllm_mlx.cli_import",
 }
 
 _EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted"

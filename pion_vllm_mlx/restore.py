@@ -92,8 +92,10 @@ def find_any_prefix(lane: Lane, namespace: bytes, patience: Patience) -> Found:
         raise Miss("manifest", str(error)) from error
 
 
-def check_wanted(manifest: Manifest, ids: Sequence[int], fingerprint: str, tier: Tier) -> None:
-    """Raise Miss unless the manifest is about `ids` of this model, in formats `tier` takes."""
+def check_wanted(
+    manifest: Manifest, ids: Sequence[int] | int, fingerprint: str, tier: Tier
+) -> None:
+    """Raise Miss unless the manifest is about `ids` (or so many) in formats `tier` takes."""
     reason = mismatch(manifest, ids, fingerprint)
     if reason is not None:
         raise Miss(reason)
