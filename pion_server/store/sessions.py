@@ -120,7 +120,8 @@ class SessionTable:
         return len(self.by_sid)
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(self.by_sid.values())
+        """Least recently used pairs first: a snapshot written in this order keeps their ages."""
+        return (self.by_sid[sid] for pair in self.oldest_pairs() for sid in pair)
 
     def get(self, sid: bytes) -> Session | None:
         return self.by_sid.get(sid)

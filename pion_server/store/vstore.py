@@ -141,7 +141,8 @@ class VStore:
             raise BadArgument("session exists with another format")
         ns = namespace_of(sid)
         self._make_slots(0 if session else 1, ns)
-        self.manifests.written(ns, None, owner)
+        if session is not None or ns in self.manifests.by_ns:
+            self.manifests.written(ns, None, owner)
         self._log_sessions([(sid, schema)], replaced=[sid] if session else [])
         return self.session(sid).index
 
@@ -259,12 +260,10 @@ class VStore:
         self.manifests.written(ns, gen, owner)
         record = self.log.append(RecordType.ROWS, meta, [run.body for run in runs])
         self.apply_rows(session, layer, rows_extents(record, start, shapes, fmt.row_bytes))
-        with self.lock:
-            self.table.touch(sid)
         self._changed(sid)
 
     def apply_rows(self, session: Session, layer: int, new: Extents) -> None:
-        """Put logged rows into the index."""
+        """Put logged rows into the index, and touch their session."""
         with self.lock:
             held = session.layer(layer)
             start, end = new[0].start, new[-1].end
@@ -273,6 +272,7 @@ class VStore:
             held.count = max(held.count, end)
             held.held += more
             self.stored_bytes += more * held.format.row_bytes
+            self.table.touch(session.sid)
 
     # --- dropping ----------------------------------------------------------------------------
 

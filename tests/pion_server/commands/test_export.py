@@ -187,6 +187,8 @@ def test_stored_mlx4g32_is_what_mlx_dequantises(client: RawClient, ns: bytes) ->
 
 
 def test_modes_keep_others_out(running: ServerProcess, client: RawClient, ns: bytes) -> None:
+    """I06: and no name of a session is part of a file's name."""
+    ns = b"../../" + ns + b"\0\n"
     fill(client, ns)
     path = export(client, ns)
     assert path.parent == (running.directory / "pion-export").resolve()

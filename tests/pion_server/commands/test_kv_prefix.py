@@ -137,6 +137,15 @@ def test_neighbours_in_a_pipeline_are_never_taken_for_options(client: RawClient,
     assert client.read() == b"5"
 
 
+def test_a_refusal_in_a_pipeline_takes_one_place(client: RawClient, ns: bytes) -> None:
+    """H13: a wrong arity and 100 commands behind it are 101 replies in order."""
+    register(client, ns)
+    client.send(client.pack("KV.PREFIX.REGISTER", ns))
+    client.send(b"".join(client.pack("PING", i) for i in range(100)))
+    assert "requires" in str(client.read())
+    assert [client.read() for _ in range(100)] == [b"%d" % i for i in range(100)]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -184,6 +184,28 @@ def test_a_prefix_expires(three: RawClient) -> None:
         refuse(three, "KV.PREFIX.EXPIRE", *words)
 
 
+def test_ages_survive_a_restart(server: Start) -> None:
+    """As far as the log tells: stores; what was only read counts from the last SAVE on."""
+    running = server("--vstore-sessions", "6")
+    client = running.client()
+    for name in (b"a", b"b", b"c"):
+        register(client, name)
+    store(client, b"a_pv", 0, 0, values(1, 1, DIM))
+    running.kill()
+    running.restart()
+    client = running.client()
+    register(client, b"d")
+    assert held(client, b"a", b"b", b"c", b"d") == [b"a", b"c", b"d"]
+    client.call("KV.PREFIX.LOOKUP", b"c")
+    client.call("KV.PREFIX.LOOKUP", b"a")
+    client.call("KV.PREFIX.SAVE")
+    running.kill()
+    running.restart()
+    client = running.client()
+    register(client, b"e")
+    assert held(client, b"a", b"b", b"c", b"d", b"e") == [b"a", b"c", b"e"]
+
+
 def test_admission_counters_are_shared_by_all_clients(small: ServerProcess, ns: bytes) -> None:
     one, two = small.client(), small.client()
     assert [one.call("KV.PREFIX.ADMIT", ns) for _ in range(2)] == [1, 2]

@@ -194,6 +194,7 @@ def test_a_write_from_outside_removes_the_manifest(
         ("KV.PREFIX.REGISTER", "NS", DIM, "fp32"),
         ("KV.PREFIX.REGISTER", "NS", DIM, "fp32", "BLOCKS", 1, 1, bytes(8)),
         ("V.CREATE", "PK", DIM, "VQUANT", "fp32"),
+        ("V.CREATE", "2_pk", DIM),
         ("V.SNAPSHOT", "PK"),
         ("SSM.PREFIX.DROP", "NS", 77),
         ("KV.PREFIX.LOOKUP", "NS"),
@@ -242,6 +243,18 @@ def test_another_connections_write_ends_a_fill_its_own_does_not(
     store(other, ns + b"_pk", 0, 0, ROW)
     assert client.error("KV.PREFIX.META", ns, "SET", gen, "x").startswith("STALE ")
     assert client.call("KV.PREFIX.LOOKUP", ns) == "HIT"
+
+
+def test_making_a_missing_side_is_no_write(
+    running: ServerProcess, client: RawClient, ns: bytes
+) -> None:
+    gen = begin(client, ns)
+    other = running.client()
+    other.call("V.CREATE", ns + b"_pk", DIM, "VQUANT", "fp32")
+    other.call("KV.PREFIX.REGISTER", ns, DIM, "fp32")
+    assert client.call("KV.PREFIX.META", ns, "SET", gen, "m") == "OK"
+    other.call("V.CREATE", ns + b"_pk", DIM, "VQUANT", "int8")
+    assert manifest(client, ns) is None
 
 
 def test_generations_belong_to_a_namespace_or_its_sides(client: RawClient, ns: bytes) -> None:

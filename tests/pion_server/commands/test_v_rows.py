@@ -263,6 +263,16 @@ def test_a_layer_lacking_any_asked_row_is_null_in_all_three_forms(
     assert info(client)["vstore_short_fetches"] - short == 18 + 3 + 1 + 2
 
 
+def test_a_missing_layer_is_the_null_of_resp3_too(client: RawClient, ns: bytes) -> None:
+    create(client, ns, "fp16")
+    store(client, ns, 1, 0, values(1, 1, DIM))
+    client.call("HELLO", 3)
+    client.send(client.pack("V.FETCH", ns, "BATCH", 0, 1, "FMT", "NATIVE"))
+    head = b"*2\r\n_\r\n$%d\r\n" % (DIM * 2)
+    assert client._exactly(len(head)) == head
+    client._exactly(DIM * 2 + 2)
+
+
 def test_ids_answer_in_the_order_asked(client: RawClient, ns: bytes) -> None:
     rows = values(2, 200, DIM)
     create(client, ns, "fp32")
