@@ -14,6 +14,7 @@ from pion_server import __version__
 from pion_server.commands.dispatch import Dispatcher
 from pion_server.config import Config
 from pion_server.doors import Doors, bind_doors, start_listening
+from pion_server.errors import LogFailed
 from pion_server.flags import ConfigError
 from pion_server.housekeeping import start_housekeeping
 from pion_server.process import keep_talking, raise_file_limit
@@ -33,7 +34,7 @@ def run(config: Config) -> int:
     """Do what the configuration asks for; the exit status. ConfigError if it cannot be done."""
     try:
         return _check(config) if config.action in ("check", "repair") else _serve(config)
-    except (DirectoryInUse, ForeignFile, FileNotFoundError) as error:
+    except (DirectoryInUse, ForeignFile, FileNotFoundError, LogFailed) as error:
         raise ConfigError(str(error)) from error
 
 
