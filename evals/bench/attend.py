@@ -1,0 +1,209 @@
+"""Attention in the server: what the wire adds, what resident K/V and chosen blocks save.
+
+Expected: QUERY (M=1, H=8, N=2048, D=64) within 1.3 times the bare MLX computation in this process
+plus 150 us; one STORE and 10 QUERYs at least twice as fast as 10 QUERYBATCHes, each QUERY as small
+for any prefix; at N=65,536 a query of 8 blocks of 64 at least 10 times as fast as a dense one, and
+100 of 100 planted needles found. All over loopback on one connection, contestants in turns. A
+query's way there and back is six wake-ups of threads, which wait for a CPU where others run: the
+quiet tenth of the rounds (10th percentile) is given beside the median.
+
+    OPENBLAS_NUM_THREADS=1 LD_PRELOAD=$(python -m pion_vllm_mlx.blas) python -m evals.bench attend
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from evals.rounds import interleave, medians
+from pion_vllm_mlx.local_server import LocalServer
+from pion_vllm_mlx.transport import Command, Patience, ServerError
+from pion_vllm_mlx.transport.resp import RespConnection
+
+F32: TypeAlias = NDArray[np.float32]
+
+HEADS, TOKENS, DIM = 8, 2048, 64
+RATIO, MARGIN = 1.3, 150e-6
+REUSE = 2.0
+# The long prefix: grouped heads as small models have them, needles of a short sentence's length.
+LONG_TOKENS, LONG_HEADS, LONG_KV_HEADS = 65_536, 8, 2
+BLOCK, BLOCKS = 64, 8
+SPARSE_RATIO = 10.0
+NEEDLES, NEEDLE_TOKENS = 100, 8
+
+
+def run(rounds: int = 100) -> Mapping[str, Any]:
+    """Seconds of each contestant, the ratios with their bars, bytes sent, needles found."""
+    with tempfile.TemporaryDirectory(prefix="pion-bench-") as name:
+        folder = Path(name)
+        with LocalServer(folder / "data", folder / "server.log") as server:
+            wire = _Wire(server.port)
+            return {
+                "rounds": rounds,
+                "query": _compare_query(wire, rounds),
+                "reuse": _compare_reuse(wire, max(rounds // 10, 3)),
+                "query_bytes": _count_bytes(wire),
+                "blocks": _compare_blocks(wire, max(rounds // 4, 3)),
+            }
+
+
+class _Wire:
+    """One connection; error replies are raised, and the bytes sent are counted."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = RespConnection("127.0.0.1", port, deadline=time.monotonic() + 5)
+
+    def call(self, *words: Any) -> Any:
+        patience = Patience(first_byte=120, stall=30)
+        (reply,) = self._connection.exchange([Command(words)], patience)
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
+
+    def store(self, sid: str, k: F32, v: F32) -> None:
+        self.call("ATTEND.PREFIX.STORE", sid, 0, *k.shape, _blob(k), _blob(v))
+
+    def answer(self, *words: Any) -> F32:
+        return np.frombuffer(self.call(*words), np.float32)
+
+
+def _compare_query(wire: _Wire, rounds: int) -> dict[str, Any]:
+    k, v, q = _normal(1, HEADS, TOKENS, DIM), _normal(2, HEADS, TOKENS, DIM), _normal(3, HEADS, DIM)
+    wire.store("bench", k, v)
+    held = [mx.array(part)[None] for part in (q[:, None], k, v)]
+    mx.eval(held)
+
+    def bare() -> mx.array:
+        out = mx.fast.scaled_dot_product_attention(*held, scale=DIM**-0.5)
+        mx.eval(out)
+        return out
+
+    words = _query("bench", q)
+    difference = float(np.max(np.abs(wire.answer(*words) - np.array(bare()).reshape(-1))))
+    if difference > 1e-5:
+        raise RuntimeError(f"the two attentions differ by {difference}")
+    seconds = interleave(
+        {"bare MLX": bare, "QUERY": lambda: wire.call(*words), "PING": lambda: wire.call("PING")},
+        rounds,
+    )
+    ratios = {}
+    for name, typical in (("median", medians(seconds)), ("quiet", _quiet(seconds))):
+        allowed = RATIO * typical["bare MLX"] + MARGIN
+        ratios[name] = typical["QUERY"] / allowed
+        figures = ", ".join(f"{who} {value * 1e6:.0f} us" for who, value in typical.items())
+        print(f"{name}: {figures}; allowed {allowed * 1e6:.0f} us")
+    return {"seconds": seconds, "ratio_to_allowed": ratios}
+
+
+def _compare_reuse(wire: _Wire, rounds: int) -> dict[str, Any]:
+    k, v, q = _normal(1, HEADS, TOKENS, DIM), _normal(2, HEADS, TOKENS, DIM), _normal(3, HEADS, DIM)
+    one_shot = "ATTEND.QUERYBATCH", HEADS, TOKENS, DIM, TOKENS, _blob(q), _blob(k), _blob(v)
+
+    def resident() -> None:
+        wire.store("reuse", k, v)
+        for _ in range(10):
+            wire.call(*_query("reuse", q))
+
+    def resent() -> None:
+        for _ in range(10):
+            wire.call(*one_shot)
+
+    seconds = interleave({"STORE + 10 QUERY": resident, "10 QUERYBATCH": resent}, rounds)
+    middle = medians(seconds)
+    ratio = middle["10 QUERYBATCH"] / middle["STORE + 10 QUERY"]
+    for name, value in middle.items():
+        print(f"{name}: {value * 1e3:.1f} ms", end=", ")
+    print(f"{ratio:.1f}x (bar {REUSE}x)")
+    return {"seconds": seconds, "ratio": ratio, "bar": REUSE}
+
+
+def _count_bytes(wire: _Wire) -> dict[int, int]:
+    """Bytes of a QUERY's words by prefix length: the same, as Q is all there is to send."""
+    q = _normal(3, HEADS, DIM)
+    sizes = {}
+    for tokens in (256, TOKENS, 8192):
+        k = _normal(1, HEADS, tokens, DIM)
+        wire.store("bytes", k, k)
+        words = _query("bytes", q)
+        wire.call(*words)
+        sizes[tokens] = sum(
+            len(word if isinstance(word, memoryview) else str(word)) for word in words
+        )
+    print("QUERY bytes by prefix length:", sizes)
+    return sizes
+
+
+def _compare_blocks(wire: _Wire, rounds: int) -> dict[str, Any]:
+    k, v = (_normal(seed, LONG_KV_HEADS, LONG_TOKENS, DIM) for seed in (1, 2))
+    queries, answers = _plant(k, v)
+    wire.store("long", k, v)
+    head_map = bytes(h // (LONG_HEADS // LONG_KV_HEADS) for h in range(LONG_HEADS))
+
+    def sparse(q: F32) -> F32:
+        sizes = LONG_HEADS, DIM, BLOCK, BLOCKS, LONG_KV_HEADS
+        return wire.answer("ATTEND.PREFIX.QUERY_SPARSE_AUTO", "long", 0, *sizes, _blob(q), head_map)
+
+    def dense(q: F32) -> F32:
+        sizes = LONG_HEADS, DIM, 0, LONG_KV_HEADS
+        blobs = _blob(q), b"", b"", head_map
+        return wire.answer("ATTEND.PREFIX.QUERY_FUSED", "long", 0, *sizes, *blobs)
+
+    found = sum(
+        _cosine(sparse(q), np.tile(answer, LONG_HEADS)) > 0.999
+        for q, answer in zip(queries, answers, strict=True)
+    )
+    seconds = interleave(
+        {"dense": lambda: dense(queries[0]), "blocks": lambda: sparse(queries[0])}, rounds
+    )
+    middle = medians(seconds)
+    ratio = middle["dense"] / middle["blocks"]
+    print(f"N={LONG_TOKENS}: dense {middle['dense'] * 1e3:.1f} ms", end=", ")
+    print(f"{BLOCKS} blocks of {BLOCK} {middle['blocks'] * 1e3:.2f} ms", end=", ")
+    print(f"{ratio:.0f}x (bar {SPARSE_RATIO:.0f}x); needles found {found} of {NEEDLES}")
+    return {"seconds": seconds, "ratio": ratio, "bar": SPARSE_RATIO, "needles_found": found}
+
+
+def _plant(k: F32, v: F32) -> tuple[list[F32], list[F32]]:
+    """Write needles into K and V: runs of keys along a direction, all with one value vector.
+
+    Returns each needle's query [H_q][D] and value [D].
+    """
+    rng = np.random.default_rng(4)
+    places = rng.choice(LONG_TOKENS // (2 * NEEDLE_TOKENS), NEEDLES, replace=False)
+    queries, answers = [], []
+    for place in places * 2 * NEEDLE_TOKENS + rng.integers(0, NEEDLE_TOKENS, NEEDLES):
+        direction, answer = rng.standard_normal((2, DIM), dtype=np.float32)
+        direction *= np.float32(np.sqrt(DIM) / np.linalg.norm(direction))
+        k[:, place : place + NEEDLE_TOKENS] = 2.5 * direction
+        v[:, place : place + NEEDLE_TOKENS] = answer
+        queries.append(np.tile(direction, (LONG_HEADS, 1)))
+        answers.append(answer)
+    return queries, answers
+
+
+def _quiet(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """The 10th percentile of every contestant's seconds."""
+    return {name: float(np.percentile(values, 10)) for name, values in seconds.items()}
+
+
+def _query(sid: str, q: F32) -> tuple[Any, ...]:
+    return "ATTEND.PREFIX.QUERY", sid, 0, HEADS, DIM, TOKENS, _blob(q)
+
+
+def _normal(seed: int, *shape: int) -> F32:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def _blob(array: F32) -> memoryview:
+    return np.ascontiguousarray(array).data.cast("B")
+
+
+def _cosine(a: F32, b: F32) -> float:
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
