@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,15 +23,18 @@ def forge() -> Iterator[Forge]:
 
 @pytest.fixture
 def forged(forge: Forge, tmp_path: Path) -> Iterator[Callable[..., ForgedServer]]:
-    """`forged(*flags, directory=None, faults=None)` starts a server; all end with the test."""
+    """`forged(*flags, directory=None, faults=None)` starts a server; all end with the test.
+
+    What else may be requested of it: `Forge.start`.
+    """
     started: list[ForgedServer] = []
 
     def start(
-        *flags: str, directory: Path | None = None, faults: Path | None = None
+        *flags: str, directory: Path | None = None, faults: Path | None = None, **request: Any
     ) -> ForgedServer:
         data = directory or tmp_path / f"data{len(started)}"
         data.mkdir(mode=0o700, exist_ok=True)
-        server = ForgedServer(forge, data, flags, faults)
+        server = ForgedServer(forge, data, flags, faults, **request)
         started.append(server)
         return server
 

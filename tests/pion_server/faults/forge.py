@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -75,11 +76,17 @@ class Forge:
             )
         self._answers = self._socket.makefile("rb")
 
-    def start(self, flags: list[str], errors: Path, faults: Path | None = None) -> Child:
-        """A server with these flags; stderr is appended to `errors`, `faults` is its fault plan."""
+    def start(
+        self, flags: list[str], errors: Path, faults: Path | None = None, **request: Any
+    ) -> Child:
+        """A server with these flags; stderr is appended to `errors`, `faults` is its fault plan.
+
+        `compact_bytes`: compact in the background from so many dead bytes on; `file_size`: no file
+        may become longer.
+        """
         read, write = os.pipe()
         err = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        request = {"flags": flags, "faults": str(faults) if faults else None}
+        request |= {"flags": flags, "faults": str(faults) if faults else None}
         try:
             pid = self.ask(request, [write, err])["pid"]
         finally:
@@ -106,17 +113,25 @@ class ForgedServer(ServerProcess):
     """As the `server` fixture's, started by a forge; `faults` is a plan for `injection.py`."""
 
     def __init__(
-        self, forge: Forge, directory: Path, flags: tuple[str, ...], faults: Path | None
+        self,
+        forge: Forge,
+        directory: Path,
+        flags: tuple[str, ...],
+        faults: Path | None,
+        **request: Any,
     ) -> None:
         self._forge = forge
         self.faults = faults
+        self.request = request
         self.said = ""
         super().__init__(directory, flags, None)
 
     def start(self) -> None:
         """Start (again on the same port), and wait for the ready line."""
         flags = ["--port", str(self.port), "--dir", str(self.directory), *self.flags]
-        self._process = cast(Any, self._forge.start(flags, self.errors, self.faults))
+        self._process = cast(
+            Any, self._forge.start(flags, self.errors, self.faults, **self.request)
+        )
         self.said = self._read_until_ready()
         match = READY.search(self.said)
         assert match is not None
@@ -217,11 +232,16 @@ def _become_server(request: dict[str, Any], fds: list[int]) -> NoReturn:
         os.dup2(fds[1], 2)
         for passed in fds:
             os.close(passed)
+        from pion_server import housekeeping
         from pion_server.__main__ import main
         from tests.pion_server.faults.injection import install
 
         if request["faults"] is not None:
             install(Path(request["faults"]))
+        if "file_size" in request:
+            limits = (request["file_size"], resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        housekeeping.COMPACT_BYTES = request.get("compact_bytes", housekeeping.COMPACT_BYTES)
         status = main(request["flags"])
         sys.stdout.flush()
         sys.stderr.flush()
