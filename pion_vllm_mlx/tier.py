@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +11,8 @@ from pion_patches.pieces import RowLayout
 from pion_server.formats import format_names
 from pion_vllm_mlx.manifest import Rows
 from pion_vllm_mlx.pieces import is_lossless, row_format
+
+log = logging.getLogger("pion_vllm_mlx")
 
 #: Formats `vquant` may name; `raw` and `bf16_rope_fp8_body` need more than a name.
 NAMED: Final = tuple(name for name in format_names() if name not in ("raw", "bf16_rope_fp8_body"))
@@ -50,11 +54,18 @@ class Tier:
                 store = native if self.protect_dtype == "auto" else "fp16"
         try:
             row_format(store, layout)
-        except ValueError:
+        except ValueError as reason:
             # A width that is no multiple of the format's block: this piece stays as it is.
+            _tell_once(str(reason), native)
             return native
         return store
 
     def accepts(self, side: str, layer: int, layers: int, rows: Rows) -> bool:
         """Whether a stored piece may be used: lossless, or what this policy would have stored."""
         return is_lossless(rows) or rows.store == self.store_for(side, layer, layers, rows.layout)
+
+
+@functools.cache
+def _tell_once(reason: str, native: str) -> None:
+    """One warning for a format and width: larger than asked for is worth knowing, once."""
+    log.warning("rows are stored as %s instead: %s", native, reason)
