@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -119,8 +119,7 @@ def test_refused_probes(client: RawClient, ns: bytes, words: tuple[Word, ...], t
     refuse(client, "KV.PREFIX.BLOCKS", text="requires")
 
 
-def test_tables_survive_log_and_snapshot(server: Callable[..., ServerProcess], ns: bytes) -> None:
-    running = server()
+def test_tables_survive_log_and_snapshot(running: ServerProcess, ns: bytes) -> None:
     client = running.client()
     tables = {ns + b"%d" % i: list(range(i, 50 * i, i)) for i in (1, 2, 3)}
     for name, table in tables.items():
@@ -130,7 +129,7 @@ def test_tables_survive_log_and_snapshot(server: Callable[..., ServerProcess], n
     # A table given to a prefix that exists is a record of its own.
     register(client, ns + b"3", tables[ns + b"3"][::-1], size=3)
     tables[ns + b"3"].reverse()
-    for save in (False, True, True):
+    for save in (False, True):
         if save:
             assert running.client().call("KV.PREFIX.SAVE") == "OK"
         running.kill()

@@ -376,26 +376,6 @@ def test_a_new_process_removes_what_its_predecessor_left(
     assert left == {again.name, other.name, "not-ours.safetensors"}
 
 
-def test_a_directory_of_others_is_not_used(
-    server: Start, ns: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o1777)
-    monkeypatch.setenv("PION_EXPORT_DIR", str(shared))
-    client = server().client()
-    fill(client, ns)
-    refuse(client, "V.EXPORT", ns + b"_pk", ns + b"_pv", *SHAPE, text="this user's alone")
-    shared.chmod(0o755)
-    assert export(client, ns).exists()
-    assert shared.stat().st_mode & 0o777 == 0o700
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PION_EXPORT_DIR", str(tmp_path / "file"))
-    client = server().client()
-    fill(client, ns)
-    refuse(client, "V.EXPORT", ns + b"_pk", ns + b"_pv", *SHAPE, text="cannot create")
-
-
 def test_clients_elsewhere_are_sent_to_fetch(server: Start, ns: bytes, tmp_path: Path) -> None:
     """A peer that is not local, as the wire tells it."""
     extra = tmp_path / "remote.py"
@@ -425,11 +405,29 @@ def test_others_are_served_while_a_file_is_written(running: ServerProcess, ns: b
 REQUEST = ExportRequest(b"s", b"s", 0, 500, 1, HEADS, HEAD_DIM)
 
 
-def open_exports(tmp_path: Path) -> tuple[Any, Exports]:
+def open_exports(tmp_path: Path, directory: Path | None = None) -> tuple[Any, Exports]:
     stores = open_stores(StoreOptions(tmp_path))
     stores.vstore.create(b"s", uniform("fp16", DIM), None)
     stores.vstore.store(b"s", 0, 0, 500, values(1, 500, DIM).tobytes(), owner=None)
-    return stores, Exports(stores.vstore, tmp_path)
+    return stores, Exports(stores.vstore, tmp_path, directory=directory)
+
+
+def test_a_directory_of_others_is_not_used(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    stores, exports = open_exports(tmp_path, shared)
+    with pytest.raises(CommandError, match="this user's alone"):
+        exports.write(exports.prepare(REQUEST))
+    shared.chmod(0o755)
+    found = exports.write(exports.prepare(REQUEST))
+    assert found is not None
+    assert found.path.parent == shared.resolve()
+    assert shared.stat().st_mode & 0o777 == 0o700
+    exports = Exports(stores.vstore, tmp_path, directory=found.path)
+    with pytest.raises(CommandError, match="cannot create"):
+        exports.write(exports.prepare(REQUEST))
+    stores.close()
 
 
 def test_a_full_disk_leaves_no_partial_file(

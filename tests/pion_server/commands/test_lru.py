@@ -202,6 +202,8 @@ def test_ages_survive_a_restart(server: Start) -> None:
     running.kill()
     running.restart()
     client = running.client()
+    assert held(client, b"a", b"b", b"c", b"d") == [b"a", b"c", b"d"], "the evicted stay away"
+    assert info(client)["vstore_evictions"] == 0
     register(client, b"e")
     assert held(client, b"a", b"b", b"c", b"d", b"e") == [b"a", b"c", b"e"]
 

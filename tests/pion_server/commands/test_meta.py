@@ -299,13 +299,14 @@ def test_readers_pipeline_get_fetches_get(client: RawClient, ns: bytes) -> None:
     assert client.read() == [gen, b"manifest"]
 
 
-def test_manifests_and_generations_survive_but_fills_do_not(server: Start, ns: bytes) -> None:
-    running = server()
+def test_manifests_and_generations_survive_but_fills_do_not(
+    running: ServerProcess, ns: bytes
+) -> None:
     client = running.client()
     gens = [fill(client, ns + b"%d" % i, b"m%d" % i) for i in range(3)]
     last = begin(client, ns + b"1")
     store(running.client(), ns + b"2_pk", 0, 0, ROW)
-    for save in (False, True, False):
+    for save in (False, True):
         if save:
             assert client.call("KV.PREFIX.SAVE") == "OK"
         running.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -236,11 +235,8 @@ def test_info_takes_sections_in_any_case_and_resp3(client: RawClient) -> None:
     assert verbatim.startswith(b"txt:# CPU\r\n")
 
 
-def test_the_receipt_and_the_register_time_are_not_kept(
-    server: Callable[..., ServerProcess], ns: bytes
-) -> None:
+def test_the_receipt_and_the_register_time_are_not_kept(running: ServerProcess, ns: bytes) -> None:
     """After a restart a hit is credited by the estimate: the reported time lives in memory."""
-    running = server()
     client = running.client()
     register(client, ns, "PREFILL_MS", 70, rows=5)
     client.call("KV.PREFIX.LOOKUP", ns)

@@ -368,6 +368,20 @@ def test_two_clients_store_the_same_rows_at_once(
         assert client.call("V.FETCH", ns + side, "BATCH", 0, 2048, 3) == [rows.tobytes()] * 3
 
 
+def test_the_log_grows_by_what_is_stored_and_no_more(client: RawClient, ns: bytes) -> None:
+    """fp16: 2 bytes a value and less than 1 KiB a few records, whatever type came in."""
+    before = info(client)
+    create(client, ns, "fp16", 1024)
+    rows = values(1, 64, 1024)
+    half = rows.astype(np.float16).tobytes()
+    client.call("V.STOREBATCH", ns, 0, 0, 64, rows.tobytes())
+    client.call("V.STOREBATCH", ns, 1, 0, 64, half, "FMT", "F16")
+    client.call("V.STOREBATCH", ns, 2, 0, 64, half, "FMT", "BF16")
+    after = info(client)
+    assert 0 < after["wal_bytes"] - before["wal_bytes"] - 3 * 64 * 1024 * 2 < 1024
+    assert after["wal_appended"] - before["wal_appended"] == 4
+
+
 def test_fetches_are_counted_by_rows_asked_and_bytes_served(client: RawClient, ns: bytes) -> None:
     create(client, ns, "fp16")
     for layer in range(2):
