@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from pion_patches.pieces import NATIVE_FORMAT, RowLayout, RowPiece, dtype_named
-from pion_server.formats import Format, InputType, make_format
+from pion_server.formats import Format, InputType, Run, make_format
 from pion_vllm_mlx.manifest import Rows
 
 _INPUT: Final = {
@@ -22,6 +22,8 @@ _INPUT: Final = {
     "bfloat16": InputType.BF16,
     "float32": InputType.F32,
 }
+#: Half of what f16 can hold, whose range is the smallest of all: no number below may overflow.
+_NEAR_F16_MAX: Final = 32752.0
 
 
 def row_format(store: str, layout: RowLayout) -> Format:
@@ -47,11 +49,26 @@ def pack_piece(piece: RowPiece, fmt: Format) -> memoryview:
     """All rows of a piece as PACKED bytes of `fmt`; MLX's own memory where nothing is encoded.
 
     The view keeps the memory alive. `fmt` as `row_format` gives it for this piece.
+
+    Raises ValueError for numbers an encoding would turn into quite others: NaN and infinities,
+    and those that would be read as infinite.
     """
     if fmt.name == piece.layout.store_format:
         return piece.to_bytes()
     run = fmt.encode(piece.to_bytes(), piece.rows, _INPUT[piece.layout.dtypes[0]])
+    if fmt.name != "fp32":  # which holds every number of every other type
+        _refuse_losses(piece, fmt, run)
     return memoryview(fmt.pack(run))
+
+
+def _refuse_losses(piece: RowPiece, fmt: Format, run: Run) -> None:
+    (numbers,) = piece.parts
+    if not mx.isfinite(numbers).all().item():
+        raise ValueError(f"{fmt.name} keeps no NaN and no infinity")
+    if mx.abs(numbers).max().item() > _NEAR_F16_MAX:  # type: ignore[operator]
+        read = mx.array(fmt.decode(run)).astype(numbers.dtype)
+        if not mx.isfinite(read).all().item():
+            raise ValueError(f"{fmt.name} overflows on these numbers")
 
 
 class Landing:

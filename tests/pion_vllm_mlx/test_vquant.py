@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pion_patches.cache_rebuild import RowLayout, RowPiece, dismantle, rebuild
 from pion_server.formats import InputType, make_format
 from pion_vllm_mlx import PionPromptCache
+from pion_vllm_mlx.pieces import pack_piece, row_format
 from pion_vllm_mlx.restore import fetch_prefix, find_prefix
 from pion_vllm_mlx.ship import pack_prefix, store_prefix
 from pion_vllm_mlx.tier import NAMED, Tier
@@ -286,6 +287,44 @@ def test_a_piece_kept_lossless_for_its_width_is_told_once(
     assert len(told) == 1
     assert "turbo3" in told[0]
     assert "72" in told[0]
+
+
+@pytest.mark.parametrize("store", [*LOSSY, "fp16", "bf16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_numbers_are_not_encoded(store: str, bad: float) -> None:
+    """D13: the scaled formats would read 0 or the largest number of the block; so nothing is."""
+    rows = np.ones((3, 64), dtype=np.float32)
+    rows[1, 40] = bad
+    piece = RowPiece((mx.array(rows),), "dense")
+    with pytest.raises(ValueError, match=store):
+        pack_piece(piece, row_format(store, piece.layout))
+    assert pack_piece(piece, row_format("fp32", piece.layout)).tobytes() == rows.tobytes()
+
+
+def test_numbers_beyond_fp16_are_not_stored_as_infinities() -> None:
+    """K of a bfloat16 model under a protected tier: fp16 as designed, unless it overflows."""
+    for peak, dtype, store in ((7e4, "bfloat16", "fp16"), (3.4e38, "float32", "bf16")):
+        piece = RowPiece((mx.full((2, 32), peak).astype(DTYPES[dtype]),), "dense")
+        with pytest.raises(ValueError, match="overflows"):
+            pack_piece(piece, row_format(store, piece.layout))
+        pack_piece(piece, row_format("int8", piece.layout))
+    kept = RowPiece((mx.full((2, 32), 65504.0),), "dense")
+    assert len(pack_piece(kept, row_format("fp16", kept.layout))) == 2 * 32 * 2
+
+
+def test_a_prefix_that_cannot_be_encoded_is_still_answered(shared: Server, namespace: str) -> None:
+    """D13: one warning, nothing under the name, and the caller's cache is the cold one."""
+    model = tiny_llama(head_dim=HEAD_DIM)
+    layer = model.model.layers[0].self_attn
+    layer.v_proj.weight = layer.v_proj.weight * 1e7
+    cold = cold_answer(model, PREFIX)
+    for _ in range(2):
+        cache, stats = outcome(shared, namespace, model, vquant="fp16")
+        assert missed_for(stats, "absent")
+        assert (stats["stores"], stats["stores_failed"]) == (0, 1)
+        assert continue_greedily(model, cache) == cold
+    outcome(shared, namespace, model)
+    assert outcome(shared, namespace, model)[1]["hits"] == 1
 
 
 def shipped(
