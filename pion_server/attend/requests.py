@@ -209,12 +209,15 @@ class OneShot:
 def tensor(
     name: str, what: str, blob: Buffer, shape: Sequence[int], dtype: str = "<f4"
 ) -> NDArray[Any]:
-    """The blob as an array of `shape`, its bytes not copied; BadArgument for another size."""
+    """The blob as an array of `shape`; BadArgument for another size.
+
+    Its bytes are not copied, unless they lie at an odd address, as parts of a frame may.
+    """
     wanted = math.prod(shape) * 4
     if len(blob) != wanted:
         sides = "x".join(map(str, shape))
         raise BadArgument(f"{name}: {what} has {len(blob)} bytes, {sides} needs {wanted}")
-    return np.frombuffer(blob, dtype).reshape(shape)
+    return np.require(np.frombuffer(blob, dtype), requirements=["ALIGNED"]).reshape(shape)
 
 
 def even_map(heads: int, kv_heads: int) -> NDArray[np.int32]:

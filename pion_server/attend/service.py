@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -164,6 +165,8 @@ class Attention:
     def _start(self) -> Engine:
         if self._engine is None:
             config = self._config
+            # On GPUs that have TF32, MLX would multiply float32 matrices in its 19 bits.
+            os.environ.setdefault("MLX_ENABLE_TF32", "0")
             try:
                 from pion_server.attend.engine import Engine
 

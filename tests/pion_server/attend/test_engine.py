@@ -324,6 +324,19 @@ def test_repeated_requests_are_bit_equal() -> None:
         assert bytes(SINGLE.answer(slot_of(SINGLE, k, v), request)) == first
 
 
+def test_tensors_at_odd_addresses_answer_the_same_bits() -> None:
+    """As they lie in a frame of the binary lane behind a sid of odd length."""
+    k, v, q = normal(1, 1, 20, 32), normal(2, 1, 20, 32), normal(3, 2, 2, 32)
+    frame = memoryview(b"x" + q.tobytes())
+    even = [q.tobytes(), b"", b"", bytes(2)]
+    requests = [
+        FusedQuery.of(KEY, (2, 1), 32, 0, [blob, *even[1:]]) for blob in (frame[1:], even[0])
+    ]
+    assert all(request.queries.flags.aligned for request in requests)
+    found = [answer(SINGLE, k, v, request).tobytes() for request in requests]
+    assert found[0] == found[1]
+
+
 def test_all_blocks_are_dense_attention_bit_for_bit() -> None:
     k, v = normal(1, 4, 1024, 128, scale=0.5), normal(2, 4, 1024, 128, scale=0.5)
     q = normal(3, 4, 128, scale=0.5)
