@@ -156,7 +156,8 @@ def info(ctx: Context, args: Args) -> bytes:
     """
     state, vstore = ctx.state, ctx.state.vstore
     with vstore.lock:
-        k_rows = [session.rows(0) for session in vstore.table if session.sid.endswith(b"_pk")]
+        sessions = vstore.table.by_sid.items()
+        k_rows = [session.rows(0) for sid, session in sessions if sid.endswith(b"_pk")]
     fields = {
         "registered_prefixes": len(k_rows),
         "total_prefix_tokens": sum(k_rows),

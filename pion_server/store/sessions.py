@@ -6,7 +6,6 @@ Pure bookkeeping: `vstore.py` decides what is logged. A session is one side of a
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -113,7 +112,8 @@ class SessionTable:
     def __init__(self, max_sessions: int) -> None:
         self.max_sessions = max_sessions
         self.by_sid: dict[bytes, Session] = {}
-        self._pairs: OrderedDict[tuple[bool, bytes], set[bytes]] = OrderedDict()
+        # A plain dict in order of age: copying its values is what an eviction costs.
+        self._pairs: dict[bytes, set[bytes]] = {}
         self._next_index = 0
 
     def __len__(self) -> int:
@@ -146,14 +146,15 @@ class SessionTable:
     def touch(self, sid: bytes) -> None:
         """Make the pair of `sid` the most recently used one."""
         pair = self._pair(sid)
-        if pair in self._pairs:
-            self._pairs.move_to_end(pair)
+        sids = self._pairs.pop(pair, None)
+        if sids is not None:
+            self._pairs[pair] = sids
 
     def oldest_pairs(self) -> Iterator[tuple[bytes, ...]]:
         """The sids of each pair as of now, least recently used first."""
         return (tuple(sorted(sids)) for sids in list(self._pairs.values()))
 
     @staticmethod
-    def _pair(sid: bytes) -> tuple[bool, bytes]:
+    def _pair(sid: bytes) -> bytes:
         ns = namespace_of(sid)
-        return (True, ns) if ns is not None else (False, sid)
+        return b"=" + sid if ns is None else b"+" + ns
