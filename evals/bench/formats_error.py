@@ -94,8 +94,13 @@ def run(tokens: int = TOKENS) -> Mapping[str, Any]:
     }
     _print_row(_ROPED, figures[_ROPED])
     width = _pieces(image, "keys")[0].layout.widths[0]
-    print(f"{len(image.leaves)} layers, {len(prefix)} tokens, rows of {width} float32")
+    peaks = {side: _peak_to_mean(_numbers(image, side)) for side in ("keys", "values")}
+    print(
+        f"{len(image.leaves)} layers, {len(prefix)} tokens, rows of {width} float32; the largest of"
+        f" 32 numbers is {peaks['keys']:.1f} times their mean in K, {peaks['values']:.1f} in V"
+    )
     return {
+        "peak_to_mean": peaks,
         "tokens": len(prefix),
         "layers": len(image.leaves),
         "width": width,
@@ -196,6 +201,12 @@ def _pieces(image: CacheImage, side: str) -> list[RowPiece]:
 def _numbers(image: CacheImage, side: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     """All rows of a side, `[layers * tokens, width]`."""
     return np.concatenate([np.array(piece.parts[0]) for piece in _pieces(image, side)])
+
+
+def _peak_to_mean(rows: np.ndarray[Any, Any]) -> float:
+    """How far the largest of a block of 32 stands out: its ratio to the mean, median of blocks."""
+    blocks = np.abs(rows.reshape(-1, 32))
+    return float(np.median(blocks.max(axis=1) / blocks.mean(axis=1)))
 
 
 def _through_store(image: CacheImage, tier: Tier) -> _Stored:

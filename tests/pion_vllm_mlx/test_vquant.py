@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +16,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from numpy.typing import NDArray
 
 from pion_patches.cache_rebuild import RowLayout, RowPiece, dismantle, rebuild
-from pion_server.formats import InputType, make_format
+from pion_server.formats import InputType, format_names, make_format
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.pieces import pack_piece, row_format
 from pion_vllm_mlx.restore import fetch_prefix, find_prefix
@@ -116,6 +118,16 @@ def check_side(exact: mx.array, restored: mx.array, store: str, dtype: str) -> N
         slack = np.abs(want).max() * (2**-9 if dtype != "bfloat16" else 2**-7)
         assert (np.abs(got - want) <= 1.01 * band(want, store) + slack).all()
         assert not np.array_equal(got, want)
+
+
+def test_the_documented_sizes_are_the_formats_own() -> None:
+    """Every format has a row in docs/formats.md, with the bytes a row of 1,024 numbers takes."""
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+    sizes = dict(re.findall(r"^\| `(\w+)` \| [^|]*D[^|]* \| (\d+|by R) \|", text, re.MULTILINE))
+    # This one depends on its rotary part.
+    assert sizes.pop("bf16_rope_fp8_body") == "by R"
+    names = set(format_names()) - {"bf16_rope_fp8_body"}
+    assert sizes == {name: str(make_format(name, 1024).row_bytes) for name in names}
 
 
 TIERS = [
