@@ -39,7 +39,7 @@ def plan_layers(
 
     A caller with grouped queries may name its query heads: then a cold entry of the layer with the
     same `dim` says how many kv heads there are. Reads nothing yet. Raises NotFound, and BadArgument
-    if a row was never written.
+    if a row was never written or a fill is open, as LOOKUP would not answer a hit either.
     """
     planned: list[WarmLayer] = []
     skipped = 0
@@ -48,6 +48,9 @@ def plan_layers(
         k_side, v_side = vstore.table.get(k_sid), vstore.table.get(v_sid)
         if k_side is None or v_side is None:
             raise NotFound("KV.PREFIX.WARM: namespace not registered")
+        if vstore.manifests.fill(ns) is not None:
+            raise BadArgument("KV.PREFIX.WARM: the namespace is just being filled")
+        vstore.table.touch(k_sid)
         for index in sorted(k_side.layers.keys() & v_side.layers.keys()):
             k, v = k_side.layers[index], v_side.layers[index]
             tokens = min(k.count, v.count)

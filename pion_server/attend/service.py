@@ -113,13 +113,16 @@ class Attention:
     # --- the way there -----------------------------------------------------------------------
 
     async def _warm_again(self, key: Key) -> None:
-        """`--sdpa-auto-warm`: bring one cold layer back from the V-store, or raise ColdMiss."""
+        """`--sdpa-auto-warm`: bring one cold layer back from the V-store, if it is still the same.
+
+        Its client counts on as many tokens as it stored: more rows or fewer are no match.
+        """
         sid, layer = key
         cold = self.slots.shape(key)
         for ns in dict.fromkeys((namespace_of(sid), sid)):
             try:
                 planned, _ = plan_layers(self._vstore, ns, cold.heads, cold.dim)
-                chosen = [one for one in planned if one.layer == layer]
+                chosen = [one for one in planned if one.layer == layer and one.shape == cold]
                 await self._rehydrate(sid, chosen)
             except CommandError:
                 continue

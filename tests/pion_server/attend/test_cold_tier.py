@@ -186,6 +186,16 @@ def test_warm_of_rows_never_written_is_refused_whole(shared: ServerProcess) -> N
     assert [client.lookup("gap", layer) for layer in range(2)] == ["MISS", "MISS"]
 
 
+def test_warm_of_a_prefix_being_filled_is_refused(shared: ServerProcess) -> None:
+    client = AttentionClient(shared)
+    whole = normal(1, 1, 5, 32), normal(2, 1, 5, 32)
+    register(client, "filling", [whole], "fp32")
+    gen = client.raw.call("KV.PREFIX.META", "filling", "BEGIN")
+    assert "being filled" in client.raw.error("KV.PREFIX.WARM", "filling", 1, 32)
+    client.raw.call("KV.PREFIX.META", "filling", "SET", gen, b"complete")
+    assert client.raw.call("KV.PREFIX.WARM", "filling", 1, 32) == "1"
+
+
 def test_warm_finds_the_kv_heads_of_a_cold_grouped_layer(single: ServerProcess) -> None:
     """WIRE.md 6.10: from fused and sparse paths the client passes its query heads as H."""
     client = AttentionClient(single)
@@ -217,6 +227,12 @@ def test_auto_warm_answers_where_rows_are_stored(server: Start) -> None:
     assert client.raw.error(*query_words("unstored_attn", 0, q)) == COLD
     chill(client, "kept_attn", 5, k, v)
     assert client.raw.error(*query_words("kept_attn", 5, q)) == COLD
+    # The rows have grown since: what came back would answer for more tokens than were stored.
+    chill(client, "kept_attn", 1, k, v)
+    for side in ("kept_pk", "kept_pv"):
+        client.raw.call("V.STOREBATCH", side, 1, 9, 1, np.ones((1, 64), np.float32).tobytes())
+    assert client.raw.error(*query_words("kept_attn", 1, q)) == COLD
+    assert client.raw.call("KV.PREFIX.WARM", "kept", 2, 32, "kept_attn") == "2"
 
 
 def test_nothing_is_held_after_a_restart(server: Start) -> None:
