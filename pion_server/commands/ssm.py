@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
 from pion_server.commands.registry import Args, Context, Flag, command
 from pion_server.commands.v import INLINE_BYTES
 from pion_server.errors import BadArgument
-from pion_server.payload import FileSpan, Offload, Payload
+from pion_server.payload import Chunk, FileSpan, Offload, Payload
 from pion_server.store.log import Record
 
 MAX_LAYER = 2**32 - 2
@@ -49,7 +51,13 @@ def fetch(ctx: Context, args: Args) -> object:
         held.verify()
         file, offset = held.where
         span = FileSpan(file, offset, held.length)
-        return Payload(held.length, lambda: iter([span] if held.length else []))
+
+        def chunks() -> Iterator[Chunk]:
+            # It holds the record: what is being sent is not given back to the disk.
+            if held.length:
+                yield span
+
+        return Payload(held.length, chunks)
 
     return work() if held.verified or held.length <= INLINE_BYTES else Offload(work)
 

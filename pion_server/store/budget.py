@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pion_server.errors import OutOfMemory
@@ -38,6 +38,11 @@ class MemoryBudget:
     def used(self) -> int:
         return sum(used() for used, _ in self._sources)
 
+    def victims(self, keep: bytes | None) -> Iterator[Victim]:
+        """What may be evicted, in order, leaving namespace `keep` alone."""
+        for _, victims in self._sources:
+            yield from victims(keep)
+
     def reserve(self, nbytes: int, keep: bytes | None = None) -> None:
         """Make room for `nbytes` more without touching namespace `keep`.
 
@@ -49,13 +54,12 @@ class MemoryBudget:
         if missing <= 0:
             return
         chosen: list[Victim] = []
-        for _, victims in self._sources:
-            for victim in victims(keep):
-                if missing <= 0:
-                    break
-                if victim.nbytes > 0:
-                    chosen.append(victim)
-                    missing -= victim.nbytes
+        for victim in self.victims(keep):
+            if missing <= 0:
+                break
+            if victim.nbytes > 0:
+                chosen.append(victim)
+                missing -= victim.nbytes
         if missing > 0:
             raise OutOfMemory(
                 f"{nbytes} bytes do not fit into --maxmemory {self.limit}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,14 +56,20 @@ def check_directory(
     return report
 
 
+def _read(path: Path, kind: int) -> LogReader:
+    return LogReader(StoreFile.open(path), kind, grows=".wal." in path.name)
+
+
 def _check_file(path: Path, kind: int, report: CheckReport, repair: bool) -> None:
     report.files += 1
     try:
-        reader = LogReader(StoreFile.open(path), kind, grows=".wal." in path.name)
+        reader = _read(path, kind)
+        released = _released_bodies(path, reader)
         for record in reader.records():
             report.records += 1
-            report.nbytes += record.length
-            _check_record(path, record, report)
+            if record.where[1] not in released:
+                report.nbytes += record.length
+                _check_record(path, record, report)
     except ForeignFile as error:
         report.problems.append(str(error))
         return
@@ -77,6 +84,21 @@ def _check_file(path: Path, kind: int, report: CheckReport, repair: bool) -> Non
         if repair:
             text += f", cut and kept as {cut_tail(reader.file, found.cut_at).name}"
         report.problems.append(text)
+
+
+def _released_bodies(path: Path, reader: LogReader) -> set[int]:
+    """The offsets of bodies in `path` whose bytes the log says were given back to the disk."""
+    store, _, worker = path.name.rpartition(".")
+    log = path if store.endswith(".wal") else path.with_name(f"{store}.wal.{worker}")
+    covers = None if log == path else reader.covers
+    found: set[int] = set()
+    if log.exists():
+        with contextlib.suppress(ForeignFile):
+            for record in _read(log, reader.kind).records():
+                if record.type == RecordType.RELEASED:
+                    meta = load_meta(record.meta)
+                    found.update(meta["o"] if meta["c"] == covers else ())
+    return found
 
 
 def _check_record(path: Path, record: Record, report: CheckReport) -> None:

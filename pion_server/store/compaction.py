@@ -83,7 +83,7 @@ class Compaction:
         self._new_log: StoreFile | None = None
         self._new_end = 0
         self._adopted: list[tuple[Callable[[Record], None], Record]] = []
-        self.bytes_written = 0
+        self._file: StoreFile | None = None
         log.tail = self._tail
 
     def write(self) -> None:
@@ -94,7 +94,7 @@ class Compaction:
         for item in self._items:
             at = self._write_item(file, at, item)
         file.sync()
-        self.bytes_written = at
+        self._file = file
 
     def _write_item(self, file: StoreFile, at: int, item: Item) -> int:
         marker = self._log.marker
@@ -169,7 +169,7 @@ class Compaction:
             self._new_log = self._new_log or self._open_log()
             self._new_log.sync()
         os.replace(self._tmp, self._path)
-        log.snapshot_bytes = self.bytes_written
+        log.snapshot, log.covers = self._file, self.covers
         sync_directory(self._path.parent)
         if log.path is not None:
             os.replace(self._log_tmp(log.path), log.path)

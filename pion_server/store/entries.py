@@ -39,6 +39,9 @@ class RecordType(enum.IntEnum):
     """Rows whose bytes were damaged when a snapshot was written [s sid, l, a, r rows]."""
     GENERATION = 12
     """The highest fill generation ever given out [g]; stands in snapshots."""
+    RELEASED = 13
+    """Bodies whose bytes were given back to the disk, nothing refers to them any more [c: covers of
+    the snapshot they lie in, or null for this log, o: their offsets]."""
     STATE = 20
     """Recurrent state stored [s sid, l layer]; body: the blob."""
     STATE_DROP = 21

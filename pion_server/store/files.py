@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sys
 from pathlib import Path
 
+from pion_server.store.holes import punch_hole
+
+PAGE = 4096
 PRIVATE_DIR = 0o700
 PRIVATE_FILE = 0o600
 
@@ -23,11 +27,14 @@ class StoreFile:
 
     `trust` is what verified data holds on to: `doubt()`, called when somebody else was caught
     changing the file, makes it another object, and everything has to be verified again.
+
+    `dead` lists (offset, length) of bodies nobody refers to any more, until `punch` is called.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.trust = object()
+        self.dead: list[tuple[int, int]] = []
         self._fd = fd
 
     @classmethod
@@ -50,6 +57,27 @@ class StoreFile:
     def size(self) -> int:
         """Current length in bytes."""
         return os.fstat(self._fd).st_size
+
+    def allocated(self) -> int:
+        """Bytes it takes on the disk: its length without the holes."""
+        status = os.fstat(self._fd)
+        return min(status.st_size, status.st_blocks * 512)
+
+    def punch(self) -> list[tuple[int, int]]:
+        """Give the whole pages of dead bodies back to the disk; those of `dead` it was done to.
+
+        Pages are never changed in place: one on its way to a socket keeps its bytes. Where holes
+        cannot be made nothing happens.
+        """
+        ranges, self.dead = self.dead, []
+        punched = []
+        for offset, length in ranges:
+            start = -(-offset // PAGE) * PAGE
+            end = (offset + length) // PAGE * PAGE
+            with contextlib.suppress(OSError):
+                punch_hole(self._fd, start, end - start)
+                punched.append((offset, length))
+        return punched
 
     def doubt(self) -> None:
         """Nothing read from this file counts as verified any more."""

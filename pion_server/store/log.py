@@ -17,10 +17,12 @@ crash between the snapshot's rename and the log's truncation harmless.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,18 @@ HEAD = struct.Struct("<4s8sQB3xIQII")
 MAGIC, TRAILER_MAGIC = b"PREC", b"QREC"
 MAX_META = 1 << 24
 READ_CHUNK = 1 << 20
+# Smaller dead bodies wait for a SAVE.
+WORTH_A_HOLE = 1 << 15
+# Under --max-disk: left for records without a body, such as those of evictions.
+DISK_RESERVE = 1 << 16
+
+
+class DiskFull(LogFailed):
+    """No room on the disk, or under --max-disk, for `needed` bytes."""
+
+    def __init__(self, text: str, needed: int) -> None:
+        super().__init__(text)
+        self.needed = needed
 
 
 class ForeignFile(Exception):
@@ -45,7 +59,11 @@ class ForeignFile(Exception):
 @dataclass(slots=True, eq=False)
 class Record:
     """Where a record's body lies. Compaction moves it: `where` changes as one assignment, so a
-    reader in another thread sees the old place or the new one, never a mixture."""
+    reader in another thread sees the old place or the new one, never a mixture.
+
+    `owned`: a store's index refers to it. When that and all replies under way let go of it, its
+    body is dead; of other records the body may be needed again at start-up.
+    """
 
     seq: int
     type: int
@@ -53,7 +71,13 @@ class Record:
     where: tuple[StoreFile, int]
     length: int
     crc: int
+    owned: bool = False
     _trusted: object = None
+
+    def __del__(self) -> None:
+        if self.owned and self.length >= WORTH_A_HOLE:
+            file, offset = self.where
+            file.dead.append((offset, self.length))
 
     @property
     def verified(self) -> bool:
@@ -146,14 +170,23 @@ class RecordLog:
         self.appended = 0
         self.replayed = 0
         self.max_bytes: int | None = None
-        self.snapshot_bytes = 0
+        self.snapshot: StoreFile | None = None
+        self.covers = 0
         self.disk_bytes: Callable[[], int] = lambda: self.end + self.snapshot_bytes
+        self.make_room: Callable[[int, bytes | None], bool] = lambda nbytes, keep: False
         self.failed: str | None = None
         self.tail: list[tuple[Record, int, int]] | None = None
         self._unsynced = False
         self._sync_lock = threading.Lock()
         self.file = StoreFile.open(path) if path else StoreFile.anonymous(directory)
-        self.end = 0
+        # Where the next record goes, and the file's length: it differs while room is reserved, or
+        # when somebody else changed it.
+        self.end = self._size = 0
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Length of the snapshot, 0 if there is none."""
+        return self.snapshot.size() if self.snapshot is not None else 0
 
     @property
     def durable(self) -> bool:
@@ -164,7 +197,7 @@ class RecordLog:
         """Go on appending at `end`, behind record `last_seq`; what stands there is cut off."""
         self.seq = max(self.seq, last_seq)
         self.marker = marker or self.marker
-        self.end = end
+        self.end = self._size = end
         # What an earlier process acknowledged may still be in the kernel only.
         self._unsynced = True
         if self.file.size() > end:
@@ -189,26 +222,79 @@ class RecordLog:
             lead = pack_file_header(self.kind, self.marker, 0) + lead
         trail = pack_head(TRAILER_MAGIC, self.marker, head)
         total = len(lead) + length + len(trail)
-        if self.max_bytes is not None and self.disk_bytes() + total > self.max_bytes:
-            raise LogFailed(
-                f"--max-disk: {self.disk_bytes()} of {self.max_bytes} bytes used, "
-                f"{total} more needed"
-            )
+        self._check_limit(total, DISK_RESERVE if length else 0)
         start = self.end
         try:
             self.file.write([lead, *body, trail], start)
         except OSError as error:
             self._undo(start, error)
-            raise LogFailed(f"cannot write to the log: {error.strerror or error}") from error
+            raise self._refusal(error, total) from error
         self.seq += 1
         self.appended += 1
         self.end = start + total
+        self._size = max(self._size, self.end)
         self._unsynced = True
         record = Record(head.seq, type_, meta, (self.file, start + len(lead)), length, crc)
         if self.tail is not None:
             first = start + len(lead) - head.size
             self.tail.append((record, first, total - (first - start)))
         return record
+
+    def append_or_evict(
+        self, type_: int, meta: bytes, body: Sequence[Buffer], keep: bytes | None
+    ) -> Record:
+        """As `append`; for want of room, once more after others than namespace `keep` have gone."""
+        try:
+            return self.append(type_, meta, body)
+        except DiskFull as full:
+            if not self.make_room(full.needed, keep):
+                raise
+        return self.append(type_, meta, body)
+
+    @contextmanager
+    def room_for(self, nbytes: int, keep: bytes | None) -> Iterator[None]:
+        """Raises LogFailed unless a body of `nbytes` will fit; evicts as `append_or_evict`.
+
+        For writes of two records: the first must not be made if there is no room for the second.
+        """
+        try:
+            self._reserve(nbytes)
+        except DiskFull as full:
+            if not self.make_room(full.needed, keep):
+                raise
+            self._reserve(nbytes)
+        try:
+            yield
+        finally:
+            if self._size > self.end:
+                self.file.truncate(self.end)
+                self._size = self.end
+
+    def _reserve(self, nbytes: int) -> None:
+        self._check_file()
+        self._check_limit(nbytes, DISK_RESERVE)
+        if not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self.file.fileno(), self.end, nbytes)
+        except OSError as error:
+            self._undo(self.end, error)
+            raise self._refusal(error, nbytes) from error
+        self._size = self.end + nbytes
+
+    def _check_limit(self, nbytes: int, reserve: int) -> None:
+        if self.max_bytes is None:
+            return
+        used, limit = self.disk_bytes(), self.max_bytes - min(reserve, self.max_bytes // 16)
+        if used + nbytes > limit:
+            text = f"--max-disk {self.max_bytes}: {used} bytes used, {nbytes} more needed"
+            raise DiskFull(text, used + nbytes - limit)
+
+    @staticmethod
+    def _refusal(error: OSError, nbytes: int) -> LogFailed:
+        text = f"cannot write to the log: {error.strerror or error}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return DiskFull(text, nbytes) if full else LogFailed(text)
 
     def _check_file(self) -> None:
         """Notice a file that somebody else removed (writes would be lost) or changed in length."""
@@ -217,13 +303,15 @@ class RecordLog:
             self.failed = f"{self.file.path.name} was removed"
         if self.failed:
             raise LogFailed(f"the log failed earlier and takes no more writes: {self.failed}")
-        if status.st_size != self.end:
+        if status.st_size != self._size:
             # Cut short, then written on: what was verified may be a hole of zeros by now.
             self.file.doubt()
+            self._size = status.st_size
 
     def _undo(self, start: int, cause: OSError) -> None:
         try:
             self.file.truncate(start)
+            self._size = start
         except OSError:
             self.failed = f"{cause.strerror}, and the torn record could not be cut off"
 
@@ -249,7 +337,7 @@ class RecordLog:
 
         If the directory cannot be flushed, the name may not survive: the log fails.
         """
-        self.file, self.end = file, end
+        self.file, self.end, self._size = file, end, end
         self.appended = records
         if self.path is not None:
             try:

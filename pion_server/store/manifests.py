@@ -94,6 +94,10 @@ class Manifests:
             raise Stale(f"generation {gen} is not the current fill of this namespace")
         fill.deadline = self._clock() + LEASE_SECONDS
 
+    def removed_by(self, ns: bytes | None, gen: int | None) -> bool:
+        """Whether a write to `ns` with this generation would remove a manifest."""
+        return gen is None and ns in self.by_ns
+
     def written(self, ns: bytes | None, gen: int | None, owner: object) -> None:
         """Note a write to `ns` about to happen. Without the current generation the manifest goes,
         and with it a fill of another connection."""

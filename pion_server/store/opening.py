@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pion_server.errors import CommandError
+from pion_server.errors import CommandError, LogFailed
 from pion_server.store.budget import MemoryBudget
 from pion_server.store.compaction import Compaction
+from pion_server.store.entries import RecordType, dump_meta
 from pion_server.store.files import (
     PRIVATE_DIR,
     PRIVATE_FILE,
@@ -18,13 +20,15 @@ from pion_server.store.files import (
     StoreFile,
     sync_directory,
 )
-from pion_server.store.log import READ_CHUNK, ForeignFile, Record, RecordLog
+from pion_server.store.log import READ_CHUNK, DiskFull, ForeignFile, Record, RecordLog
 from pion_server.store.reading import LogReader
 from pion_server.store.snapshot import VStoreFreeze, replay
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore
 
 VSTORE_KIND, SSM_KIND = 1, 2
+# Given back beyond what is needed, so that the notes about it fit too.
+ROOM_MARGIN = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +95,65 @@ class Stores:
         return max(0, self.disk_bytes - self.live_bytes)
 
     @property
+    def _logs(self) -> tuple[RecordLog, RecordLog]:
+        return self.vstore.log, self.ssm.log
+
+    @property
     def disk_bytes(self) -> int:
-        """Bytes of both logs and snapshots."""
-        logs = (self.vstore.log, self.ssm.log)
-        return sum(log.end + log.snapshot_bytes for log in logs)
+        """Bytes that both logs and snapshots take on the disk."""
+        files = [file for log in self._logs for file in (log.file, log.snapshot)]
+        return sum(file.allocated() for file in files if file is not None)
 
     @property
     def live_bytes(self) -> int:
         """Bytes of rows and recurrent state that are held."""
         return self.vstore.stored_bytes + self.ssm.stored_bytes
 
+    def make_room(self, nbytes: int, keep: bytes | None) -> bool:
+        """Give the disk back what dead rows take, then what the least recently used prefixes do.
+
+        Whether `nbytes` came back that way; namespace `keep` is left alone. The writer lock is
+        held. Reading evicted rows that are already on their way to a client goes on.
+        """
+        try:
+            wanted = self.disk_bytes - nbytes - ROOM_MARGIN
+            evictable = sum(victim.nbytes for victim in self.budget.victims(keep))
+            if wanted < self.disk_bytes - self.dead_bytes - evictable:
+                return False
+            self._release_dead()
+            for victim in self.budget.victims(keep):
+                if self.disk_bytes <= wanted:
+                    break
+                victim.evict()
+                self._release_dead()
+            return self.disk_bytes <= wanted
+        except (LogFailed, OSError):
+            return False
+
+    def _release_dead(self) -> None:
+        """Punch dead bodies out of the files. What made them dead must be durable before."""
+        for log in self._logs:
+            if log.tail is not None:
+                raise LogFailed("a SAVE is under way")
+            log.sync()
+        for log in self._logs:
+            places = {None: log.file} | ({log.covers: log.snapshot} if log.durable else {})
+            for covers, file in places.items():
+                released = [offset for offset, _ in file.punch()] if file is not None else []
+                # Only --check misses these notes if there is no room for them.
+                with contextlib.suppress(DiskFull):
+                    for at in range(0, len(released), 10_000):
+                        meta = {"c": covers, "o": released[at : at + 10_000]}
+                        log.append(RecordType.RELEASED, dump_meta(meta))
+
     def begin_save(self) -> Saving:
-        """Freeze both stores; the writer lock is held."""
+        """Freeze both stores; the writer lock is held. CommandError if --max-disk forbids it."""
+        limit = self.options.max_disk
+        if limit is not None and self.disk_bytes + self.live_bytes > limit:
+            raise CommandError(
+                f"KV.PREFIX.SAVE failed: --max-disk {limit}: {self.disk_bytes} bytes used, "
+                f"{self.live_bytes} more needed for a while"
+            )
         freeze = VStoreFreeze(self.vstore)
         vstore = Compaction(self.vstore.log, self.snapshot_path, freeze.items())
         ssm = Compaction(self.ssm.log, self.ssm_snapshot_path, self.ssm.freeze())
@@ -188,6 +239,7 @@ def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
     for log in (vlog, slog):
         log.max_bytes = options.max_disk
         log.disk_bytes = lambda: stores.disk_bytes
+        log.make_room = stores.make_room
     return stores
 
 
@@ -208,7 +260,7 @@ class _Loading:
             reader = LogReader(StoreFile.open(snapshot), log.kind, grows=False)
             self._replay(reader.records(), snapshot.name)
             covers, log.marker = reader.covers, reader.marker or log.marker
-            log.snapshot_bytes = reader.size
+            log.snapshot, log.covers = reader.file, covers
             _tell(snapshot.name, reader, self.notices, "left as it is")
             log.seq = covers
         if not log.durable and not log_path.exists():

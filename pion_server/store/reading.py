@@ -62,6 +62,7 @@ class LogReader:
     def __init__(self, file: StoreFile, kind: int, *, grows: bool = True) -> None:
         """`grows`: a log, whose end a power loss may leave as zeros, and not a snapshot."""
         self.file = file
+        self.kind = kind
         self._grows = grows
         self.report = ScanReport()
         self.size = file.size()

@@ -198,7 +198,7 @@ class StoredRows:
         width = self.format.packed_row_bytes
         if self.format.header_bytes == 0:
             spans = self._joined_spans()
-            return Payload(self.rows * width, lambda: _with_zeros(spans))
+            return Payload(self.rows * width, lambda: self._span_chunks(spans))
         return Payload(self.rows * width, self._packed_chunks)
 
     def decoded(self) -> Payload:
@@ -214,6 +214,10 @@ class StoredRows:
             for start in range(piece.start, piece.end, rows_at_once):
                 part = piece.clip(start, start + rows_at_once)
                 yield Run(part.header, part.read(self.format.row_bytes), part.rows)
+
+    def _span_chunks(self, spans: list[FileSpan | int]) -> Iterator[Chunk]:
+        # A generator of this object holds its records: what is being sent is not given back.
+        yield from _with_zeros(spans)
 
     def _packed_chunks(self) -> Iterator[Chunk]:
         width = self.format.packed_row_bytes

@@ -196,6 +196,8 @@ def replay(store: VStore, record: Record) -> None:
     elif kind == RecordType.PIN:
         change = store.pins.add if meta["p"] else store.pins.discard
         change(name_bytes(meta["n"]))
+    elif kind == RecordType.RELEASED:
+        pass
     elif kind == RecordType.EXPIRE:
         store.expiry[name_bytes(meta["n"])] = float(meta["t"])
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 
 from pion_server.errors import OutOfMemory
@@ -62,8 +63,12 @@ class SsmStore:
         self._budget.reserve(more, sid)
         for victim in chosen:
             victim.evict()
-        self._manifests.written(sid, gen, owner)
-        record = self.log.append(RecordType.STATE, dump_meta({"s": sid, "l": layer}), [blob])
+        meta = dump_meta({"s": sid, "l": layer})
+        with ExitStack() as room:
+            if self._manifests.removed_by(sid, gen):
+                room.enter_context(self.log.room_for(size, sid))
+            self._manifests.written(sid, gen, owner)
+            record = self.log.append_or_evict(RecordType.STATE, meta, [blob], sid)
         self._apply(sid, layer, record)
 
     def _choose_victims(self, sid: bytes, more: int) -> list[Victim]:
@@ -128,6 +133,7 @@ class SsmStore:
         with self.lock:
             layers = self._by_sid.setdefault(sid, {})
             old = layers.get(layer)
+            record.owned = True
             self.stored_bytes += record.length - (old.length if old else 0)
             layers[layer] = record
             self._by_sid.move_to_end(sid)
@@ -169,4 +175,5 @@ class SsmStore:
         with self.lock:
             layers = self._by_sid.get(sid)
             if layers is not None and layers.get(layer) is old:
+                new.owned = True
                 layers[layer] = new

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
@@ -257,8 +258,12 @@ class VStore:
         meta = rows_meta(sid, layer, start, shapes, fmt)
         covered = count_rows(held_between(held.extents, start, start + count)) if held else 0
         self.budget.reserve((count - covered) * fmt.row_bytes, ns or sid)
-        self.manifests.written(ns, gen, owner)
-        record = self.log.append(RecordType.ROWS, meta, [run.body for run in runs])
+        bodies = [run.body for run in runs]
+        with ExitStack() as room:
+            if self.manifests.removed_by(ns, gen):
+                room.enter_context(self.log.room_for(count * fmt.row_bytes, ns))
+            self.manifests.written(ns, gen, owner)
+            record = self.log.append_or_evict(RecordType.ROWS, meta, bodies, ns or sid)
         self.apply_rows(session, layer, rows_extents(record, start, shapes, fmt.row_bytes))
         self._changed(sid)
 
@@ -464,6 +469,7 @@ def rows_extents(
     record: Record, start: int, shapes: Iterable[tuple[int, bytes]], row_bytes: int
 ) -> Extents:
     """Extents of a ROWS record: its runs lie one after another in the body."""
+    record.owned = True
     found: list[Extent] = []
     at, shift = start, 0
     for rows, header in shapes:

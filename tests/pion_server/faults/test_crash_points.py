@@ -143,6 +143,27 @@ def test_a_crash_between_the_renames_loses_nothing(
     assert not over
 
 
+def test_a_log_whose_new_name_was_not_flushed_takes_no_more_writes(
+    forged: Servers, memory_path: Path
+) -> None:
+    """After a power loss the old log may stand under the name: nothing may rely on the new one."""
+    plan = memory_path / "plan"
+    write_plan(plan)
+    server = forged(directory=memory_path / "data", faults=plan)
+    client = server.client()
+    ledgers = populate(client)
+    write_plan(plan, Fault("fsync", "pion.directory", skip=1, times=1, errno=5))
+    assert client.error("KV.PREFIX.SAVE").startswith("ERR KV.PREFIX.SAVE failed: ")
+    assert client.error(*oracle.register("late", "fp32").words).startswith("MISCONF")
+    for ledger in ledgers:
+        assert observe(client, ledger.ns) == ledger.image
+    server.kill()
+    server.start()
+    client = server.client()
+    for ledger in ledgers:
+        ledger.settle(client)
+
+
 @pytest.mark.parametrize(
     ("op", "number"),
     [("fsync", n) for n in range(8)]

@@ -186,8 +186,9 @@ def test_a_disk_that_cannot_be_read_at_all_is_said_with_what_to_do(
 
 @pytest.mark.parametrize("name", ["pion.vstore.wal.0", "pion.vstore.0"])
 @pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("lengthened", [False, True])
 def test_a_file_cut_short_under_the_server_is_no_zero_and_no_crash(
-    forged: Servers, name: str, served: bool
+    forged: Servers, name: str, served: bool, lengthened: bool
 ) -> None:
     """Also when a later write makes the file long again: then there is a hole full of zeros."""
     server = forged()
@@ -200,6 +201,8 @@ def test_a_file_cut_short_under_the_server_is_no_zero_and_no_crash(
         assert observe(client, "one") == one.image
     length = 41 + 2 * 128 + 4 * DIM * 40
     os.truncate(server.directory / name, length)
+    if lengthened:
+        write_more(client)
     for _ in range(2):
         found = observe(client, "one")
         for key in one.image:

@@ -77,8 +77,8 @@ def test_a_save_of_200_mb_stalls_neither_pings_nor_writes(forged: Servers) -> No
     assert saved == ["OK"]
     p99, at_rest, storing = (quantile(times, 0.99) * 1e3 for times in (pings, idle, stores))
     print(
-        f"\nwhile 200 MB are saved: {len(pings)} PINGs, p99 {p99:.2f} ms (at rest {at_rest:.2f} ms);"
-        f" V.STOREBATCH p99 {storing:.2f} ms"
+        f"\nwhile 200 MB are saved: {len(pings)} PINGs, p99 {p99:.2f} ms,"
+        f" at rest {at_rest:.2f} ms; V.STOREBATCH p99 {storing:.2f} ms"
     )
     assert len(pings) > 20
     assert max(pings) < GENEROUS
@@ -171,8 +171,10 @@ def test_a_save_makes_no_damage_good(forged: Servers) -> None:
     assert client.call("KV.PREFIX.SAVE") == "OK"
     for _ in range(2):
         found = observe(client, "ns")
-        damaged = {key for key in ledger.image if found[key] != ledger.image[key]}
-        assert damaged == {("rows", "_pk", 1), ("state", 0)}
+        damaged = {key: found[key] for key in ledger.image if found[key] != ledger.image[key]}
+        assert damaged.keys() == {("rows", "_pk", 1), ("state", 0)}
+        assert damaged[("state", 0)] == Refused("")
+        assert set(damaged[("rows", "_pk", 1)]) == {Refused("")}
         server.kill()
         server.start()
         client = server.client()

@@ -1,0 +1,34 @@
+"""Holes in files: bytes given back to the disk while the file keeps its length."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import sys
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_F_PUNCHHOLE = 99
+_FPUNCHHOLE = struct.Struct("=IIqq")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    """Free whole pages `[offset, offset + length)`, which read as zeros from then on.
+
+    Raises OSError; EOPNOTSUPP where the file system or platform has no holes.
+    """
+    if sys.platform == "darwin":
+        fcntl.fcntl(fd, _F_PUNCHHOLE, _FPUNCHHOLE.pack(0, 0, offset, length))
+        return
+    fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)
+    if fallocate is None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    wide = ctypes.c_int64
+    mode = _KEEP_SIZE | _PUNCH_HOLE
+    if fallocate(ctypes.c_int(fd), ctypes.c_int(mode), wide(offset), wide(length)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
