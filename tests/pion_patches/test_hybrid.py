@@ -162,7 +162,10 @@ def test_checkpoint_before_the_last_token_answers_like_a_cold_run() -> None:
 
 
 def test_chunks_of_any_size_before_a_checkpoint_are_the_same_state() -> None:
-    """F-Q35: in float32 every correct way there is exactly one."""
+    """F-Q35: exactly one on MLX's own BLAS; a tuned BLAS sums products of other shapes otherwise.
+
+    A wrong state is off by 0.1 or more (CASES C01, C02).
+    """
     whole = prefilled("qwen3_5", 40)[1]
     model: Any = build("qwen3_5", seed=7)
     pieces = to_pieces(dismantle(whole, 40))
@@ -171,7 +174,7 @@ def test_chunks_of_any_size_before_a_checkpoint_are_the_same_state() -> None:
         feed("qwen3_5", model, cache, start, count)
     restored = rebuild(make_prompt_cache(model), from_pieces(pieces))
     ours, theirs = (continuation("qwen3_5", model, c, 40, (1, 1)) for c in (restored, cache))
-    assert largest_difference(ours, theirs) == 0.0
+    assert largest_difference(ours, theirs) < 1e-4
 
 
 def test_shorter_prefix_of_a_hybrid_is_an_honest_miss() -> None:
