@@ -34,20 +34,20 @@ def run() -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="pion-bench-") as name:
         server = LocalServer(Path(name) / "data", Path(name) / "server.log")
         with server:
-            memory["empty"] = _anonymous_mb(server.pid)
+            memory["empty"] = anonymous_mb(server.pid)
             seconds["store 1 GiB"] = _timed(lambda: _store_all(server, layer))
-            memory["stored"] = _anonymous_mb(server.pid)
+            memory["stored"] = anonymous_mb(server.pid)
             seconds["fetch 1 GiB"] = _timed(lambda: _fetch_all(server, layer))
-            memory["fetched"] = _anonymous_mb(server.pid)
+            memory["fetched"] = anonymous_mb(server.pid)
             server.kill()
             seconds["start from the log"] = server.start()
-            memory["started from the log"] = _anonymous_mb(server.pid)
+            memory["started from the log"] = anonymous_mb(server.pid)
             _fetch_all(server, layer)
             seconds["save"] = _timed(lambda: server.command("KV.PREFIX.SAVE"))
-            memory["saved"] = _anonymous_mb(server.pid)
+            memory["saved"] = anonymous_mb(server.pid)
             server.kill()
             seconds["start from the snapshot"] = server.start()
-            memory["started from the snapshot"] = _anonymous_mb(server.pid)
+            memory["started from the snapshot"] = anonymous_mb(server.pid)
             _fetch_all(server, layer)
     for title, figures, unit in (("anonymous memory", memory, "MB"), ("time", seconds, "s")):
         print(title)
@@ -56,7 +56,7 @@ def run() -> Mapping[str, Any]:
     return {"stored_bytes": TOTAL, "anonymous_mb": memory, "seconds": seconds}
 
 
-def _anonymous_mb(pid: int) -> float:
+def anonymous_mb(pid: int) -> float:
     """Memory that is no page cache: what the process itself allocated, RssAnon on Linux."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
