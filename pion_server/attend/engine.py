@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pion_server.attend import portable, sparse
 from pion_server.attend.fallback import choose_operations
 from pion_server.attend.requests import (
+    F32,
     BlockQuery,
     DenseQuery,
     FusedQuery,
@@ -131,7 +132,7 @@ class Engine:
         width = self._window if window is None else window
         return max(total - width, 0) if width else 0
 
-    def _summary(self, slot: Slot, block: int, selector: int) -> tuple[mx.array, ...]:
+    def _summary(self, slot: Slot, block: int, selector: int) -> tuple[F32, ...]:
         kept = slot.summaries.pop((block, selector), None)
         if kept is None:
             kept = sparse.summarise(slot.keys, block, selector)
@@ -170,7 +171,7 @@ def _reply(out: mx.array) -> memoryview:
     return np.asarray(flat).data.cast("B")
 
 
-def _nbytes(arrays: tuple[mx.array, ...]) -> int:
+def _nbytes(arrays: tuple[F32, ...]) -> int:
     return sum(array.nbytes for array in arrays)
 
 

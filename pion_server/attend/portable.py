@@ -10,9 +10,11 @@ that share a kv head are rows of one matrix product.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -40,13 +42,13 @@ def query_one(q: mx.array, k: mx.array, v: mx.array, first: int) -> mx.array:
         keys, values = k[None, :, first:], v[None, :, first:]
         out = mx.fast.scaled_dot_product_attention(q[None, :, None], keys, values, scale=scale)
         return out[0, :, 0]
-    out, _ = query_many(q[:, None], k, v, first)
-    return out[:, 0]
+    return attend(_scaled(q)[:, None], prefix_tiles(k, v, first, 1))[:, 0]
 
 
 def query_many(q: mx.array, k: mx.array, v: mx.array, first: int) -> tuple[mx.array, mx.array]:
     """sdpa_batched_q; see `Operations`."""
-    return attend(_scaled(q), prefix_tiles(k, v, first, q.shape[1]))
+    top, denominator, total = _accumulate(_scaled(q), prefix_tiles(k, v, first, q.shape[1]))
+    return total / denominator, (top + mx.log(denominator))[..., 0]
 
 
 def query_fused(
@@ -61,10 +63,11 @@ def query_fused(
     """sdpa_batched_q_fused; see `Operations`."""
     many = q.shape[1]
 
-    def part(folded: mx.array, kv: slice) -> mx.array:
-        tiles = prefix_tiles(k[kv], v[kv], first, folded.shape[1])
-        own = suffix_tiles(suffix_k[kv], suffix_v[kv], many, folded.shape[1])
-        return attend(folded, [*tiles, *own])[0]
+    def part(folded: mx.array, kv: slice | None) -> mx.array:
+        rows = folded.shape[1]
+        prefix = prefix_tiles(_heads(k, kv), _heads(v, kv), first, rows)
+        suffix = suffix_tiles(_heads(suffix_k, kv), _heads(suffix_v, kv), many, rows)
+        return attend(folded, itertools.chain(prefix, suffix))
 
     return _by_kv_head(q, head_map, k.shape[0], part)
 
@@ -77,19 +80,9 @@ def query_sparse(
     counts: NDArray[np.int32],
 ) -> mx.array:
     """sdpa_q1_sparse; see `Operations`."""
-    heads, most = tokens.shape
-    total = k.shape[1]
-    rows = tokens + np.arange(heads, dtype=np.int32)[:, None] * np.int32(total)
-    seen = np.arange(most)[None] < counts[:, None]
-
-    def tiles() -> Iterator[Tile]:
-        for start, end in _spans(0, most, k, rows=1, gathered=True):
-            mask = mx.array(seen[:, None, start:end])
-            at = mx.array(rows[:, start:end])
-            yield Tile(_gather(k, at), _gather(v, at), mask)
-
-    out, _ = attend(_scaled(q[:, None]), tiles())
-    return mx.where(mx.array(counts[:, None] > 0), out[:, 0], 0.0)
+    seen = np.arange(tokens.shape[1])[None] < counts[:, None]
+    out = attend(_scaled(q)[:, None], _listed_tiles(k, v, _flat(tokens, k), 1, seen))[:, 0]
+    return mx.where(mx.array(counts[:, None] > 0), out, 0.0)
 
 
 def query_sparse_fused(
@@ -102,52 +95,58 @@ def query_sparse_fused(
     head_map: NDArray[np.int32],
 ) -> mx.array:
     """sdpa_q1_sparse_fused; see `Operations`."""
-    heads, total, _ = k.shape
-    rows = tokens[None] + np.arange(heads, dtype=np.int32)[:, None] * np.int32(total)
+    flat = _flat(tokens[None], k)
 
-    def part(folded: mx.array, kv: slice) -> mx.array:
-        many = folded.shape[1]
+    def part(folded: mx.array, kv: slice | None) -> mx.array:
+        rows = folded.shape[1]
+        prefix = _listed_tiles(k, v, flat if kv is None else flat[kv], rows)
+        suffix = suffix_tiles(_heads(suffix_k, kv), _heads(suffix_v, kv), 1, rows)
+        return attend(folded, itertools.chain(prefix, suffix))
 
-        def tiles() -> Iterator[Tile]:
-            for start, end in _spans(0, len(tokens), k[kv], many, gathered=True):
-                at = mx.array(rows[kv, start:end])
-                yield Tile(_gather(k, at), _gather(v, at))
-            yield from suffix_tiles(suffix_k[kv], suffix_v[kv], 1, many)
-
-        return attend(folded, tiles())[0]
-
-    return _by_kv_head(q[:, None], head_map, heads, part)[:, 0]
+    return _by_kv_head(q[:, None], head_map, k.shape[0], part)[:, 0]
 
 
-def attend(q: mx.array, tiles: Iterator[Tile] | Sequence[Tile]) -> tuple[mx.array, mx.array]:
-    """Attention of scaled queries [B][R][D] over all tiles: output [B][R][D], log-sum-exp [B][R].
+def attend(q: mx.array, tiles: Iterable[Tile]) -> mx.array:
+    """Attention of scaled queries [B][R][D] over all tiles, as q.
 
     Each row must see a key of the first tile.
     """
-    top = denominator = total = mx.array(0.0)
-    for number, tile in enumerate(tiles):
+    _, denominator, total = _accumulate(q, tiles)
+    return total / denominator
+
+
+def _accumulate(q: mx.array, tiles: Iterable[Tile]) -> tuple[mx.array, mx.array, mx.array]:
+    """t and d [B][R][1] and o [B][R][D] of the online softmax over all tiles."""
+    state: tuple[mx.array, mx.array, mx.array] | None = None
+    pending = 0
+    for tile in tiles:
         scores = q @ tile.keys.astype(mx.float32).swapaxes(-1, -2)
         if tile.mask is not None:
             scores = mx.where(tile.mask, scores, -mx.inf)
         highest = mx.max(scores, axis=-1, keepdims=True)
-        if number:
-            # Evaluated here, or MLX would hold the scores of all tiles at once.
-            mx.eval(top, denominator, total)
-            highest = mx.maximum(top, highest)
+        if state is not None:
+            highest = mx.maximum(state[0], highest)
         weights = mx.exp(scores - highest)
         summed = mx.sum(weights, axis=-1, keepdims=True)
         weighted = weights @ tile.values.astype(mx.float32)
-        if number:
-            decay = mx.exp(top - highest)
-            summed = denominator * decay + summed
-            weighted = total * decay + weighted
-        top, denominator, total = highest, summed, weighted
-    return total / denominator, (top + mx.log(denominator))[..., 0]
+        if state is not None:
+            decay = mx.exp(state[0] - highest)
+            summed = state[1] * decay + summed
+            weighted = state[2] * decay + weighted
+        state = highest, summed, weighted
+        pending += 2 * scores.nbytes
+        if pending > TILE_BYTES // 2:
+            # Or MLX would hold the scores of all tiles at once.
+            mx.eval(state)
+            pending = 0
+    assert state is not None
+    return state
 
 
 def prefix_tiles(k: mx.array, v: mx.array, first: int, rows: int) -> Iterator[Tile]:
     """The prefix from token `first` on, in tiles fit for that many query rows."""
-    for start, end in _spans(first, k.shape[1], k, rows):
+    copied = 0 if k.dtype == mx.float32 else 2 * k.shape[2]
+    for start, end in _spans(first, k.shape[1], k.shape[0] * (2 * rows + copied)):
         yield Tile(k[:, start:end], v[:, start:end])
 
 
@@ -155,72 +154,102 @@ def suffix_tiles(k: mx.array, v: mx.array, many: int, rows: int) -> Iterator[Til
     """A suffix [B][S][D] as M = `many` queries a head see it, `rows` = g * M of them together."""
     total = k.shape[1]
     offset = max(total - many, 0)
-    seen = mx.arange(rows) % many + offset
-    for start, end in _spans(0, total, k, rows):
+    for start, end in _spans(0, total, k.shape[0] * 2 * rows):
         mask = None
         if end > offset + 1:
+            seen = mx.arange(rows) % many + offset
             mask = (mx.arange(start, end)[None] <= seen[:, None])[None]
         yield Tile(k[:, start:end], v[:, start:end], mask)
+
+
+def _listed_tiles(
+    k: mx.array,
+    v: mx.array,
+    flat: NDArray[np.int32],
+    rows: int,
+    seen: NDArray[np.bool_] | None = None,
+) -> Iterator[Tile]:
+    """Rows `flat` [B][T], as `_flat` counts them, of K and V; `seen` [B][T] says which count."""
+    dim = k.shape[-1]
+    keys, values = k.reshape(-1, dim), v.reshape(-1, dim)
+    for start, end in _spans(0, flat.shape[1], flat.shape[0] * 2 * (rows + dim)):
+        at = mx.array(flat[:, start:end])
+        mask = mx.array(seen[:, None, start:end]) if seen is not None else None
+        yield Tile(mx.take(keys, at, axis=0), mx.take(values, at, axis=0), mask)
+
+
+def _flat(tokens: NDArray[np.int32], k: mx.array) -> NDArray[np.int32]:
+    """Tokens [H or 1][T] as rows [H][T] of K with its heads one after the other."""
+    heads, total, _ = k.shape
+    return tokens + np.arange(heads, dtype=np.int32)[:, None] * np.int32(total)
 
 
 def _scaled(q: mx.array) -> mx.array:
     return q * (1.0 / math.sqrt(q.shape[-1]))
 
 
-def _spans(
-    start: int, end: int, k: mx.array, rows: int, gathered: bool = False
-) -> Iterator[tuple[int, int]]:
-    """`[start, end)` cut so that a tile of each piece stays near `TILE_BYTES`."""
-    heads, _, dim = k.shape
-    copied = 2 * dim if gathered or k.dtype != mx.float32 else 0
-    step = max(_LEAST_TILE, TILE_BYTES // (4 * heads * (2 * rows + copied)))
+def _heads(tensor: mx.array, kv: slice | None) -> mx.array:
+    return tensor if kv is None else tensor[kv]
+
+
+def _spans(start: int, end: int, floats: int) -> Iterator[tuple[int, int]]:
+    """`[start, end)` in steps that stay near `TILE_BYTES` at that many floats a key."""
+    step = max(_LEAST_TILE, TILE_BYTES // (4 * floats))
     for at in range(start, end, step):
         yield at, min(at + step, end)
-
-
-def _gather(tensor: mx.array, rows: mx.array) -> mx.array:
-    """Rows [B][T], counted over all heads, of a tensor [H][N][D] → [B][T][D]."""
-    return mx.take(tensor.reshape(-1, tensor.shape[-1]), rows, axis=0)
 
 
 def _by_kv_head(
     q: mx.array,
     head_map: NDArray[np.int32],
     kv_heads: int,
-    part: Callable[[mx.array, slice], mx.array],
+    part: Callable[[mx.array, slice | None], mx.array],
 ) -> mx.array:
     """Fold q [H_q][M][D] by kv head, let `part` answer the folds, put the heads back in order.
 
-    `part` takes scaled queries [B][g * M][D] and which B kv heads they read, and answers as many.
+    `part` takes scaled queries [B][g * M][D] and which B kv heads they read (None: all of them),
+    and answers as many.
     """
-    _, many, dim = q.shape
+    heads, many, dim = q.shape
+    groups = _groups(head_map.tobytes(), kv_heads)
     scaled = _scaled(q)
-    order, groups = _groups(head_map.tobytes(), kv_heads)
-    if order is not None:
-        scaled = mx.take(scaled, order, axis=0)
-    outs, at = [], 0
-    for kv, share in groups:
-        count = kv.stop - kv.start
-        folded = scaled[at : at + count * share].reshape(count, share * many, dim)
-        outs.append(part(folded, kv).reshape(count * share, many, dim))
-        at += count * share
-    out = outs[0] if len(outs) == 1 else mx.concatenate(outs)
-    return out if order is None else mx.take(out, mx.argsort(order), axis=0)
+    if groups.order is not None:
+        scaled = mx.take(scaled, groups.order, axis=0)
+    if groups.even:
+        out = part(scaled.reshape(kv_heads, -1, dim), None)
+    else:
+        parts = mx.split(scaled, groups.cuts)
+        out = mx.concatenate(
+            [
+                part(one.reshape(1, -1, dim), slice(kv, kv + 1)).reshape(-1, many, dim)
+                for kv, one in zip(groups.read, parts, strict=True)
+            ]
+        )
+    out = out.reshape(heads, many, dim)
+    return out if groups.back is None else mx.take(out, groups.back, axis=0)
+
+
+class _Groups(NamedTuple):
+    """`order` sorts query heads by the kv head they read, `back` undoes it (None: sorted already).
+
+    `even`: each kv head is read by as many. Else sorted heads split at `cuts` read one of `read`.
+    """
+
+    order: mx.array | None
+    back: mx.array | None
+    even: bool
+    read: list[int]
+    cuts: list[int]
 
 
 @functools.lru_cache(maxsize=64)
-def _groups(
-    head_map: bytes, kv_heads: int
-) -> tuple[mx.array | None, tuple[tuple[slice, int], ...]]:
-    """The order that sorts query heads by kv head (None: sorted already), and who shares what.
-
-    One group where every kv head has as many readers, else one for each kv head that is read.
-    """
+def _groups(head_map: bytes, kv_heads: int) -> _Groups:
     mapped = np.frombuffer(head_map, np.int32)
-    order = np.argsort(mapped, kind="stable")
-    shares: list[int] = np.bincount(mapped, minlength=kv_heads).tolist()
-    groups = tuple((slice(kv, kv + 1), share) for kv, share in enumerate(shares) if share)
-    if len(set(shares)) == 1:
-        groups = ((slice(0, kv_heads), shares[0]),)
-    is_sorted = bool(np.all(order == np.arange(len(order))))
-    return (None if is_sorted else mx.array(order.astype(np.int32))), groups
+    shares = np.bincount(mapped, minlength=kv_heads)
+    read = np.flatnonzero(shares)
+    order = back = None
+    if np.any(np.diff(mapped) < 0):
+        sorting = np.argsort(mapped, kind="stable").astype(np.int32)
+        order, back = mx.array(sorting), mx.array(np.argsort(sorting).astype(np.int32))
+    even = bool(np.all(shares == shares[0]))
+    return _Groups(order, back, even, read.tolist(), np.cumsum(shares[read])[:-1].tolist())

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pion_server.errors import ColdMiss, NotFound
 from pion_server.store.budget import Victim
 
@@ -48,7 +51,7 @@ class Slot:
     keys: mx.array
     values: mx.array
     nbytes: int
-    summaries: dict[tuple[int, int], tuple[mx.array, ...]] = field(default_factory=dict)
+    summaries: dict[tuple[int, int], tuple[NDArray[np.float32], ...]] = field(default_factory=dict)
 
 
 class Cold(NamedTuple):

@@ -5,6 +5,9 @@ query heads of q . mean(K of the block) / sqrt(D). Quest (Tang et al., arXiv:240
 upper bound instead: the average of sum_d max(q_d min_d, q_d max_d) / sqrt(D), with the
 per-dimension minimum and maximum over the block. Both are linear in per-kv-head sums of q (quest:
 of its negative and positive parts), so the query heads are summed first.
+
+Summaries are made by MLX and read by numpy: scoring them is a small product, and a choice made on
+the host spares one wait for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 def choose_tokens(
-    request: BlockQuery, summary: tuple[mx.array, ...], total: int, first: int
+    request: BlockQuery, summary: tuple[F32, ...], total: int, first: int
 ) -> NDArray[np.int32]:
     """The tokens (ascending, from `first` on) of the blocks chosen for all heads together."""
     scores = score_blocks(request.queries, request.head_map, summary)
@@ -34,25 +37,26 @@ def choose_tokens(
 
 def choose_blocks(scores: F32, top: int) -> NDArray[np.int64]:
     """The `top` highest blocks (ties: the lower index) and always the last one, ascending."""
+    last = len(scores) - 1
     best = np.argsort(-scores, kind="stable")[:top]
-    return np.union1d(best, len(scores) - 1)
+    return np.sort(best if last in best else np.append(best, last))
 
 
-def score_blocks(queries: F32, head_map: NDArray[np.int32], summary: tuple[mx.array, ...]) -> F32:
+def score_blocks(queries: F32, head_map: NDArray[np.int32], summary: tuple[F32, ...]) -> F32:
     """The score of every block, averaged over the query heads [H_q][D]."""
-    kv_heads, _, dim = summary[0].shape
+    kv_heads, blocks, dim = summary[0].shape
     parts = (queries,) if len(summary) == 1 else (np.minimum(queries, 0), np.maximum(queries, 0))
-    scale = 1.0 / (math.sqrt(dim) * len(queries))
-    score = mx.array(0.0)
-    for part, bound in zip(parts, summary, strict=True):
-        summed = np.zeros((kv_heads, dim), np.float32)
-        np.add.at(summed, head_map, part * np.float32(scale))
-        score = score + mx.sum(bound @ mx.array(summed)[..., None], axis=(0, 2))
-    mx.eval(score)
-    return np.array(score)
+    scale = np.float32(1.0 / (math.sqrt(dim) * len(queries)))
+    scores = np.zeros(blocks, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for part, bound in zip(parts, summary, strict=True):
+            summed = np.zeros((kv_heads, dim), np.float32)
+            np.add.at(summed, head_map, part * scale)
+            scores += np.matmul(bound, summed[..., None]).sum(axis=(0, 2))
+    return scores
 
 
-def summarise(keys: mx.array, block: int, selector: int) -> tuple[mx.array, ...]:
+def summarise(keys: mx.array, block: int, selector: int) -> tuple[F32, ...]:
     """Per-block figures of K [H][N][D], each [H][blocks][D] float32: (mean,) or (min, max)."""
     heads, total, dim = keys.shape
     step = max(1, _CHUNK_BYTES // (4 * heads * block * dim)) * block
@@ -65,9 +69,9 @@ def summarise(keys: mx.array, block: int, selector: int) -> tuple[mx.array, ...]
         if whole < piece.shape[1]:
             chunks.append(_reduce(piece[:, None, whole:], selector))
         mx.eval(chunks[-2:])
-    figures = tuple(mx.concatenate(list(side), axis=1) for side in zip(*chunks, strict=True))
+    figures = [mx.concatenate(list(side), axis=1) for side in zip(*chunks, strict=True)]
     mx.eval(figures)
-    return figures
+    return tuple(np.asarray(figure) for figure in figures)
 
 
 def _reduce(blocks: mx.array, selector: int) -> tuple[mx.array, ...]:

@@ -117,6 +117,20 @@ def test_query_fused_equals_float64(
     assert_close(answer(SINGLE, k, v, request), wanted)
 
 
+@pytest.mark.parametrize("head_map", [[1, 1, 1, 1], [0, 2, 0, 2], [2, 1, 0, 0], [1, 0, 2, 1]])
+def test_any_head_map_reads_the_heads_it_names(head_map: list[int]) -> None:
+    k, v = normal(1, 3, 20, 32), normal(2, 3, 20, 32)
+    sk, sv, q = normal(3, 3, 2, 32), normal(4, 3, 2, 32), normal(5, 4, 2, 32)
+    mapped = np.array(head_map, np.int32)
+    request = FusedQuery(KEY, q, sk, sv, mapped)
+    assert_close(answer(SINGLE, k, v, request), reference.query_fused(q, k, v, sk, sv, head_map))
+    blocks = BlockQuery("AUTO", KEY, q[:, 0], sk, sv, mapped, 4, 1)
+    tokens = reference.choose_tokens(reference.score_blocks(q[:, 0], k, head_map, 4), 20, 4, 1)
+    wanted = reference.query_fused(q[:, :1], k, v, sk, sv, head_map, tokens=tokens)
+    # One query sees all of the suffix.
+    assert_close(answer(SINGLE, k, v, blocks), wanted)
+
+
 @QUICK
 @given(
     st.integers(0, 99),
