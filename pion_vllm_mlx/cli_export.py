@@ -50,10 +50,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> str:
-    from mlx_lm.models.cache import make_prompt_cache
-
     from pion_patches.prompt_cache_file import export_prompt_cache
     from pion_vllm_mlx.file_description import describe
+    from pion_vllm_mlx.kv_bits import kv_bits_of
     from pion_vllm_mlx.restore import check_wanted, fetch_prefix, find_any_prefix
     from pion_vllm_mlx.tier import Tier
 
@@ -71,5 +70,5 @@ def _export(options: argparse.Namespace) -> str:
     # The first two are what mlx_lm.generate wants to know.
     mlx_lm = {"model": options.model, "tokenizer_config": "{}"}
     metadata = mlx_lm | describe(found.manifest)
-    export_prompt_cache(path, make_prompt_cache(model), image, metadata)
+    export_prompt_cache(path, kv_bits_of(image).template(model, len(ids)), image, metadata)
     return f"wrote {len(ids):,} tokens ({path.stat().st_size:,} bytes) to {path}"

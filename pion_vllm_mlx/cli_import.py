@@ -31,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a prompt cache (safetensors)")
     add_prefix_arguments(parser)
     parser.add_argument(
+        "--kv-bits", type=int, metavar="N", help="the file was made with this; needs --trust"
+    )
+    parser.add_argument(
+        "--kv-group-size", type=int, default=64, metavar="N", help="likewise; default: %(default)s"
+    )
+    parser.add_argument(
         "--trust", action="store_true", help="store the file without computing its prefix"
     )
     parser.add_argument(
@@ -54,15 +60,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> str:
-    from mlx_lm.models.cache import make_prompt_cache
-
     from pion_patches.prompt_cache_file import import_prompt_cache
     from pion_vllm_mlx.file_description import read_description
+    from pion_vllm_mlx.kv_bits import KvBits
     from pion_vllm_mlx.restore import has_manifest
     from pion_vllm_mlx.ship import pack_prefix, store_prefix
     from pion_vllm_mlx.tier import Tier
 
     path: Path = options.file
+    if options.kv_bits is not None and not options.trust:
+        raise Failed("codes of kv_bits cannot be compared with what the model computes: --trust")
+    try:
+        kv_bits = KvBits(options.kv_bits, options.kv_group_size)
+    except ValueError as error:
+        raise Failed(error) from error
     try:
         said = read_description(path)
     except ValueError as error:
@@ -75,7 +86,7 @@ def _import(options: argparse.Namespace) -> str:
     fingerprint = fingerprint_of(model, options.model)
     if said.fingerprint not in (None, fingerprint):
         raise Failed(f"{path} was exported for a model of other weights or settings")
-    image, _ = import_prompt_cache(path, make_prompt_cache(model), len(ids))
+    image, _ = import_prompt_cache(path, kv_bits.template(model, len(ids)), len(ids))
     prefill_ms = said.prefill_ms
     if not options.trust:
         prefill_ms = _check(model, image, ids, said.prefill_step)

@@ -8,12 +8,19 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
+from pion_vllm_mlx.kv_bits import KvBits
+
 #: Called with (tokens done, tokens in all): first with 0, last with all of them.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 def prefill(
-    model: Any, ids: Sequence[int], cache: list[Any], step: int, progress: Progress | None = None
+    model: Any,
+    ids: Sequence[int],
+    cache: list[Any],
+    step: int,
+    progress: Progress | None = None,
+    kv_bits: KvBits | None = None,
 ) -> float:
     """Run `ids` through the model into `cache`, `step` tokens at a time, and return the seconds.
 
@@ -26,6 +33,8 @@ def prefill(
     tokens = mx.array(list(ids), dtype=mx.uint32)
     for start in range(0, len(ids), step):
         model(tokens[start : start + step][None], cache=cache)
+        if kv_bits is not None:
+            kv_bits.apply(cache)
         mx.eval([leaf.state for leaf in cache])
         mx.clear_cache()
         report(min(start + step, len(ids)), len(ids))

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from mlx_lm.models.cache import make_prompt_cache
-
 from pion_patches.attention import is_installed
 from pion_patches.cache_rebuild import (
     CacheImage,
@@ -32,6 +30,7 @@ from pion_patches.inproc import InprocStore, lane_is_off
 from pion_patches.prefix_entry import CannotSplit, capture_prefix
 from pion_vllm_mlx.arguments import check_ids, check_namespace, vocab_size_of
 from pion_vllm_mlx.held import HeldPrefixes
+from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
 from pion_vllm_mlx.prefill import Progress, prefill
 from pion_vllm_mlx.restore import Miss, fetch_prefix, find_prefix, has_manifest
@@ -67,6 +66,9 @@ class PionPromptCache:
         username: str | None = None,
         protect_dtype: str = "float16",
         prefill_step_size: int = PREFILL_STEP,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 0,
         timeout: float = 0.25,
         model_path: str | Path | None = None,
         held_bytes: int = HELD_BYTES,
@@ -82,6 +84,8 @@ class PionPromptCache:
                 in `protect_dtype` ("float16", or "auto" for the model's own).
             password, username: for a server with `--requirepass`; a tenant has both.
             prefill_step_size: tokens a chunk of a cold prefill.
+            kv_bits, kv_group_size, quantized_kv_start: as for mlx-lm's `generate_step`, to which
+                the same have to be given. Quantised caches are stored as their codes.
             timeout: seconds to connect, and to wait for the first byte of an answer.
             model_path: where the weights were loaded from, so that their hash can be kept between
                 processes; see `model_fingerprint`.
@@ -99,6 +103,7 @@ class PionPromptCache:
         self.vquant, self.boundary_protect = vquant, boundary_protect
         self.prefill_step_size = prefill_step_size
         self.timeout = timeout
+        self._kv_bits = KvBits(kv_bits, kv_group_size, quantized_kv_start)
         self._tier = Tier(vquant, boundary_protect, protect_dtype)
         self._vocab_size = vocab_size_of(model)
         self._model_path = model_path
@@ -110,7 +115,7 @@ class PionPromptCache:
         #: Split prefixes for `make_pion_prompt_cache`, by namespace.
         self._mlx_prefix_kv = InprocStore()
         self._split_keys: dict[str, tuple[tuple[int, ...], str]] = {}
-        classify(self._template())
+        classify(self._template(quantized_kv_start))
         self.fingerprint()
 
     def get_or_prefill(
@@ -132,10 +137,11 @@ class PionPromptCache:
         """
         ids = check_ids(prefix_ids, self._vocab_size)
         name = check_namespace(namespace)
-        classify(self._template())
+        template = self._template(len(ids))
+        classify(template)
         if not ids:
             self._tally.add_miss("empty")
-            return self._template()
+            return template
         fingerprint = self.fingerprint()
         cache = self._from_process(name, ids, fingerprint)
         if cache is None:
@@ -202,7 +208,7 @@ class PionPromptCache:
         if image is None:
             return None
         try:
-            cache = rebuild(self._template(), image)
+            cache = rebuild(self._template(image.tokens), image)
         except Exception as error:
             self._held.drop(name)
             self._wonder("a prefix held in process could not be rebuilt", error)
@@ -219,7 +225,7 @@ class PionPromptCache:
         try:
             found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
             restored = fetch_prefix(self._lane, name, found, self.timeout)
-            cache = rebuild(self._template(), restored.image)
+            cache = rebuild(self._template(restored.image.tokens), restored.image)
         except Miss as miss:
             self._tally.add_miss(miss.reason)
             return None
@@ -243,8 +249,10 @@ class PionPromptCache:
     def _from_model(
         self, name: bytes, ids: tuple[int, ...], fingerprint: str, progress: Progress | None
     ) -> list[Any]:
-        cache = self._template()
-        seconds = prefill(self.model, ids, cache, self.prefill_step_size, progress)
+        # Caches become quantised on the way, as mlx-lm's do, so they begin as they are.
+        cache = KvBits().template(self.model, 0)
+        step, kv_bits = self.prefill_step_size, self._kv_bits
+        seconds = prefill(self.model, ids, cache, step, progress, kv_bits)
         self._tally.add_seconds("prefill_ms_total", seconds)
         started = time.perf_counter()
         try:
@@ -319,9 +327,8 @@ class PionPromptCache:
             return
         self._split_keys[namespace] = key
 
-    def _template(self) -> list[Any]:
-        template: list[Any] = make_prompt_cache(self.model)
-        return template
+    def _template(self, tokens: int) -> list[Any]:
+        return self._kv_bits.template(self.model, tokens)
 
     def _quick(self) -> Patience:
         return Patience(first_byte=self.timeout, stall=2.0, total=10.0)

@@ -25,11 +25,20 @@ def text_of(ids: list[int]) -> str:
 
 
 def write_model(
-    folder: Path, family: str, seed: int = 1, *, chat: bool = False, dtype: mx.Dtype = mx.float32
+    folder: Path,
+    family: str,
+    seed: int = 1,
+    *,
+    chat: bool = False,
+    dtype: mx.Dtype = mx.float32,
+    **changes: Any,
 ) -> None:
-    """With `chat` the tokenizer has a template: every text gets one token of its own in front."""
+    """With `chat` the tokenizer has a template: every text gets one token of its own in front.
+
+    `changes` are fields of the configuration.
+    """
     folder.mkdir()
-    model: Any = build(family, seed=seed, dtype=dtype)
+    model: Any = build(family, seed=seed, dtype=dtype, **changes)
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     config = dataclasses.asdict(model.args) | {"eos_token_id": 0}

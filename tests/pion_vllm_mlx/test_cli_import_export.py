@@ -59,6 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "llama-bf16", "llama", dtype=mx.bfloat16)
     write_model(folder / "gemma3_text", "gemma3_text", chat=True)
     write_model(folder / "mamba2", "mamba2")
+    write_model(folder / "wide", "llama", head_dim=32)
     return folder
 
 
@@ -179,6 +180,29 @@ def test_there_and_back_needs_no_tokens_and_keeps_every_bit(
         command("import", file, "--model", folder, "--namespace", f"{namespace}-back", *how)
         assert ("computing" in command.errors) == (how == [])
         assert fetch(shared, model, f"{namespace}-back") == cold
+
+
+def test_codes_of_kv_bits_travel_as_they_are(
+    command: Command, shared: Server, folders: Path, namespace: str, tmp_path: Path
+) -> None:
+    """A quantised file of mlx-lm: needs trust, becomes a prefix, and comes back the same."""
+    file, back, folder = tmp_path / "a.safetensors", tmp_path / "b.safetensors", folders / "wide"
+    model = load(str(folder))[0]
+    made = ("--kv-bits", "4", "--kv-group-size", "32")
+    cache_prompt(folder, text_of(IDS), file, *made, "--quantized-kv-start", "0")
+    names = ("--model", folder, "--namespace", namespace)
+    words = ("import", file, *names, "--prompt", text_of(IDS))
+    assert "--trust" in command.refused(*words, *made)
+    assert "does not fit" in command.refused(*words)
+    assert "kv_bits is None or one of" in command.refused(*words, "--kv-bits", "7", "--trust")
+    command(*words, *made, "--trust")
+    loaded = bits(model, load_prompt_cache(str(file)))
+    settings: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32}
+    with PionPromptCache(model, port=shared.port, timeout=PATIENT, **settings) as pc:
+        assert bits(model, pc.get_or_prefill(IDS, namespace)) == loaded
+        assert pc.stats()["hits"] == 1
+    command("export", back, *names)
+    assert bits(model, load_prompt_cache(str(back))) == loaded
 
 
 def test_mlx_lm_generate_takes_an_exported_file(
