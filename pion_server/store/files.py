@@ -79,6 +79,12 @@ class StoreFile:
                 punched.append((offset, length))
         return punched
 
+    def expect_jumps(self, jumps: bool) -> None:
+        """Tell the system whether to read ahead of what is asked for."""
+        if hasattr(os, "posix_fadvise"):
+            advice = os.POSIX_FADV_RANDOM if jumps else os.POSIX_FADV_NORMAL
+            os.posix_fadvise(self._fd, 0, 0, advice)
+
     def doubt(self) -> None:
         """Nothing read from this file counts as verified any more."""
         self.trust = object()

@@ -273,11 +273,13 @@ class RecordLog:
     def _reserve(self, nbytes: int) -> None:
         self._check_file()
         self._check_limit(nbytes, DISK_RESERVE)
-        if not hasattr(os, "posix_fallocate"):
+        if not nbytes or not hasattr(os, "posix_fallocate"):
             return
         try:
             os.posix_fallocate(self.file.fileno(), self.end, nbytes)
         except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return
             self._undo(self.end, error)
             raise self._refusal(error, nbytes) from error
         self._size = self.end + nbytes

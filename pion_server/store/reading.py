@@ -41,7 +41,8 @@ class ScanReport:
 
 
 class _Window:
-    """Sequential reads through one window, so that a scan costs one read per 64 KiB or record."""
+    """Reads through one window: a scan costs one read per 64 KiB of small records, or one page per
+    large one, whose body is skipped."""
 
     def __init__(self, read: Callable[[int, int], bytes]) -> None:
         self._read = read
@@ -51,7 +52,9 @@ class _Window:
     def read(self, offset: int, length: int) -> bytes:
         start = offset - self._base
         if start < 0 or start + length > len(self._data):
-            self._base, self._data = offset, self._read(offset, max(length, SCAN_WINDOW))
+            skipped = not 0 <= start <= len(self._data)
+            size = PAGE if skipped else SCAN_WINDOW
+            self._base, self._data = offset, self._read(offset, max(length, size))
             start = 0
         return self._data[start : start + length]
 
@@ -182,6 +185,13 @@ class LogReader:
 
     def records(self) -> Iterator[Record]:
         """Every record that can be trusted, in file order; fills in `report`."""
+        self.file.expect_jumps(True)
+        try:
+            yield from self._records()
+        finally:
+            self.file.expect_jumps(False)
+
+    def _records(self) -> Iterator[Record]:
         if not self.marker:
             if self.size:
                 self._end_at(0)

@@ -18,6 +18,8 @@ from pion_server.store.sessions import Blocks, Session
 from pion_server.store.vstore import VStore, rows_extents, rows_meta
 
 MAX_BODY = 16 << 20
+# Run headers stand in a record's metadata, which is bounded too.
+MAX_RUNS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class VStoreFreeze:
 
             return Item(RecordType.LOST, dump_meta(lost), [], adopt_lost)
         runs = [(e.rows, e.header) for e in group]
+        if layer.format.header_bytes == 0:
+            runs = [(sum(e.rows for e in group), b"")]
         parts: list[Part | bytes] = [
             Part(e.record, e.shift + (e.start - e.base) * row_bytes, e.rows * row_bytes)
             for e in group
@@ -132,9 +136,19 @@ class VStoreFreeze:
             if extent.record is not None and extent.record.seq > self._covers:
                 moved.append(extent)
                 continue
-            found = select(places, extent.start, extent.end)
-            moved.extend(found if found is not None else (extent,))
+            for piece in select(places, extent.start, extent.end) or (extent,):
+                last = moved[-1] if moved else None
+                if last and last.end == piece.start and _same_run(last, piece):
+                    moved[-1] = replace(last, end=piece.end)
+                else:
+                    moved.append(piece)
         return tuple(moved)
+
+
+def _same_run(one: Extent, other: Extent) -> bool:
+    """Whether two extents are pieces of one run of one record."""
+    place = (one.base, one.shift, one.header)
+    return one.record is other.record and place == (other.base, other.shift, other.header)
 
 
 def _lost_if_damaged(extent: Extent) -> Extent:
@@ -160,6 +174,7 @@ def _groups(extents: Extents, row_bytes: int) -> Iterator[list[Extent]]:
                 and group[-1].record is not None
                 and group[-1].end == piece.start
                 and size + piece.rows * row_bytes <= MAX_BODY
+                and len(group) < MAX_RUNS
             )
             if group and not joins:
                 yield group

@@ -80,7 +80,7 @@ def perform(client: RawClient, ledger: Ledger, acts: Iterable[Act]) -> Any:
 class Writer(threading.Thread):
     """One client under load until `stop` or until its connection breaks.
 
-    An error reply must not have changed anything; it is counted in `refusals` by its first word.
+    An error reply must not have changed anything; it is counted in `refusals`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Writer(threading.Thread):
     def answered(self, ledger: Ledger, act: Act, reply: Any) -> None:
         """Note the reply to the first pending act."""
         if isinstance(reply, ReplyError):
-            self.refusals[str(reply).split()[0]] += 1
+            self.refusals[str(reply)] += 1
             ledger.pending.pop(0)
             return
         ledger.acknowledge()
