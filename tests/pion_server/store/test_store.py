@@ -433,3 +433,20 @@ def test_expired_prefixes_go_and_expiry_survives(tmp_path: Path) -> None:
     stores.vstore._wall_clock = lambda: __import__("time").time() + 61
     assert stores.vstore.drop_expired() == 1
     assert not stores.vstore.holds(b"n")
+
+
+@pytest.mark.parametrize(("fmt", "extents"), [("fp32", 1), ("int8", 300)])
+def test_a_save_joins_rows_that_came_one_by_one(tmp_path: Path, fmt: str, extents: int) -> None:
+    stores = open_at(tmp_path)
+    register(stores.vstore, b"n", fmt)
+    rows = blob(4, 300)
+    width = DIM * 4
+    for at in range(300):
+        piece = rows[at * width : (at + 1) * width]
+        stores.vstore.store(b"n_pk", 0, at, 1, piece, owner=ME)
+    before = packed(stores.vstore, b"n_pk", 0, 0, 300)
+    save(stores)
+    assert len(stores.vstore.session(b"n_pk").layers[0].extents) == extents
+    assert packed(stores.vstore, b"n_pk", 0, 0, 300) == before
+    stores.close()
+    assert packed(open_at(tmp_path).vstore, b"n_pk", 0, 0, 300) == before
