@@ -16,27 +16,29 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.model
-def test_quick_start_misses_then_hits_then_does_without_a_server(
+def test_examples_miss_then_hit_then_do_without_a_server(
     server: Callable[..., Any], tmp_path: Path
 ) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    quick_start, shared_prefix = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     running = server()
-    script = tmp_path / "quick_start.py"
-    script.write_text(code.replace("port=1974", f"port={running.port}"))
+    script = tmp_path / "example.py"
 
-    def run() -> list[str]:
+    def run(code: str) -> list[str]:
+        script.write_text(code.replace("port=1974", f"port={running.port}"))
         done = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
         )
         return done.stdout.splitlines()
 
-    first, second = run(), run()
+    first, second = run(quick_start), run(quick_start + shared_prefix)
     running.kill()
-    third = run()
+    third = run(quick_start)
     assert "7 to 10" in first[0]
     assert first[0] == second[0] == third[0]
     assert "'misses': 1, " in first[-1]
-    assert "'hits': 1, " in second[-1]
+    answer, stats = second[: len(first) - 1], second[len(first) - 1]
+    assert "'hits': 1, " in stats
+    assert second[len(first) :] == answer
     assert "'misses': 1, " in third[-1]
 
 
