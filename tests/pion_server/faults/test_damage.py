@@ -102,18 +102,21 @@ def cut_lengths(history: History, log: str, records: int) -> range:
     return range(lengths[-1 - records], lengths[-1])
 
 
-def check_cut(server: ForgedServer, history: History, log: str, length: int) -> None:
+def check_cut(
+    server: ForgedServer, history: History, log: str, length: int, again: bool = True
+) -> None:
+    """Cut it, start, compare; then write, start `again` and compare once more."""
+
     def cut(directory: Path) -> None:
         with (directory / log).open("r+b") as file:
             file.truncate(length)
 
     found = restart_and_read(server, cut)
     assert found in after_cut(history, log, length), (log, length)
-    client = server.client()
-    ledger = write_more(client)
-    again = restart_and_read(server)
-    assert again == found
-    ledger.settle(server.client())
+    if again:
+        ledger = write_more(server.client())
+        assert restart_and_read(server) == found
+        ledger.settle(server.client())
 
 
 @pytest.mark.parametrize("log", [VLOG, SLOG])
@@ -122,7 +125,7 @@ def test_a_log_cut_inside_its_last_records_shows_what_was_before(
 ) -> None:
     """CASES E06, E07: through a real start, with new writes and a second start."""
     lengths = cut_lengths(logged, log, 8)[::-1]
-    chosen = lengths[:: max(1, len(lengths) // 12)]
+    chosen = lengths[:: max(1, len(lengths) // 8)]
     for length in chosen:
         check_cut(started(logged), logged, log, length)
     print(f"\n{log}: cut at {len(chosen)} of {len(lengths)} lengths")
@@ -134,9 +137,9 @@ def test_a_log_cut_inside_its_last_records_shows_what_was_before(
 def test_a_log_cut_at_every_byte_of_its_last_records_shows_what_was_before(
     started: Callable[[History], ForgedServer], logged: History, log: str
 ) -> None:
-    lengths = cut_lengths(logged, log, 8)
+    lengths = cut_lengths(logged, log, 4)
     for length in lengths:
-        check_cut(started(logged), logged, log, length)
+        check_cut(started(logged), logged, log, length, again=length % 7 == 0)
     print(f"\n{log}: cut at all of {len(lengths)} lengths")
 
 
@@ -238,7 +241,7 @@ def test_a_flipped_bit_is_never_a_wrong_byte(
     name: str,
 ) -> None:
     """CASES E02. Each fifth time the server then saves: damage is not made good by it."""
-    flip_bits(started, request.getfixturevalue(history), name, 15, seed=len(name))
+    flip_bits(started, request.getfixturevalue(history), name, 10, seed=len(name))
 
 
 @pytest.mark.nightly
@@ -250,7 +253,7 @@ def test_a_flipped_bit_anywhere_is_never_a_wrong_byte(
     history: str,
     name: str,
 ) -> None:
-    flip_bits(started, request.getfixturevalue(history), name, 1000, seed=99)
+    flip_bits(started, request.getfixturevalue(history), name, 500, seed=99)
 
 
 @pytest.mark.parametrize(("history", "name"), FILES)
@@ -271,7 +274,7 @@ def test_a_wrong_length_in_the_middle_hides_nothing_behind_it(
     first, second = middle.where[1] - head, middle.where[1] + middle.length
     places = {"first head": [first], "second head": [second], "both heads": [first, second]}[copy]
     body_at, meta_at = 28, 24
-    for bit in (body_at * 8 + 2, body_at * 8 + 38, meta_at * 8 + 1, meta_at * 8 + 30):
+    for bit in (body_at * 8 + 2, body_at * 8 + 38, meta_at * 8 + 1):
 
         def damage(directory: Path, bit: int = bit) -> None:
             data = bytearray((directory / name).read_bytes())

@@ -95,7 +95,7 @@ def test_acknowledged_writes_survive_sigkill(
     forged: Callable[..., ForgedServer], memory_path: Path, saving: bool
 ) -> None:
     """CASES E01, WIRE.md 15.11."""
-    kill_and_compare(forged, memory_path / "data", 25, seed=1974, saving=saving)
+    kill_and_compare(forged, memory_path / "data", 15, seed=1974, saving=saving)
 
 
 @pytest.mark.nightly
