@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pion_server.errors import OutOfMemory
+from pion_server.store.log import Record
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Something that can be evicted: its size in bytes and how."""
+    """Something that can be evicted: its size in bytes, how, and its records on the disk."""
 
     nbytes: int
     evict: Callable[[], None]
+    records: Callable[[], Iterable[Record]] = tuple
 
 
 class MemoryBudget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import sys
@@ -17,6 +18,11 @@ PRIVATE_FILE = 0o600
 
 class DirectoryInUse(Exception):
     """Another server holds this data directory."""
+
+
+def whole_pages(offset: int, length: int) -> tuple[int, int]:
+    """Start and end of the whole pages in these bytes, of which there must be some."""
+    return -(-offset // PAGE) * PAGE, (offset + length) // PAGE * PAGE
 
 
 class StoreFile:
@@ -63,6 +69,15 @@ class StoreFile:
         status = os.fstat(self._fd)
         return min(status.st_size, status.st_blocks * 512)
 
+    def can_punch(self) -> bool:
+        """Whether this file system has holes; asked for one behind the end of the file."""
+        start, _ = whole_pages(self.size(), PAGE)
+        try:
+            punch_hole(self._fd, start, PAGE)
+        except OSError as error:
+            return error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS)
+        return True
+
     def punch(self) -> list[tuple[int, int]]:
         """Give the whole pages of dead bodies back to the disk; those of `dead` it was done to.
 
@@ -72,8 +87,7 @@ class StoreFile:
         ranges, self.dead = self.dead, []
         punched = []
         for offset, length in ranges:
-            start = -(-offset // PAGE) * PAGE
-            end = (offset + length) // PAGE * PAGE
+            start, end = whole_pages(offset, length)
             with contextlib.suppress(OSError):
                 punch_hole(self._fd, start, end - start)
                 punched.append((offset, length))

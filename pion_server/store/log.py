@@ -29,7 +29,7 @@ from pathlib import Path
 from pion_server.errors import DamagedEntry, LogFailed
 from pion_server.payload import Buffer
 from pion_server.store.checksum import crc32c
-from pion_server.store.files import StoreFile, sync_directory
+from pion_server.store.files import StoreFile, sync_directory, whole_pages
 
 FILE_MAGIC = b"PIONLOG1"
 FILE_VERSION = 1
@@ -39,7 +39,7 @@ MAGIC, TRAILER_MAGIC = b"PREC", b"QREC"
 MAX_META = 1 << 24
 READ_CHUNK = 1 << 20
 # Smaller dead bodies wait for a SAVE.
-WORTH_A_HOLE = 1 << 15
+WORTH_A_HOLE = 1 << 14
 # Under --max-disk: left for records without a body, such as those of evictions.
 DISK_RESERVE = 1 << 16
 
@@ -75,9 +75,17 @@ class Record:
     _trusted: object = None
 
     def __del__(self) -> None:
-        if self.owned and self.length >= WORTH_A_HOLE:
+        if self.owned and self.pages:
             file, offset = self.where
             file.dead.append((offset, self.length))
+
+    @property
+    def pages(self) -> int:
+        """The bytes of the whole pages in the body, which can be given back; 0 for a small one."""
+        if self.length < WORTH_A_HOLE:
+            return 0
+        start, end = whole_pages(self.where[1], self.length)
+        return end - start
 
     @property
     def verified(self) -> bool:

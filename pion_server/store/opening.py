@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pion_server.errors import CommandError, LogFailed
-from pion_server.store.budget import MemoryBudget
+from pion_server.store.budget import MemoryBudget, Victim
 from pion_server.store.compaction import Compaction
 from pion_server.store.entries import RecordType, dump_meta
 from pion_server.store.files import (
@@ -112,21 +112,28 @@ class Stores:
     def make_room(self, nbytes: int, keep: bytes | None) -> bool:
         """Give the disk back what dead rows take, then what the least recently used prefixes do.
 
-        Whether `nbytes` came back that way; namespace `keep` is left alone. The writer lock is
-        held. Reading evicted rows that are already on their way to a client goes on.
+        Whether it is worth trying again to write `nbytes`; if not, nothing was evicted. Namespace
+        `keep` is left alone. The writer lock is held. Evicted rows that are on their way to a
+        client keep their bytes until they are there.
         """
         try:
             wanted = self.disk_bytes - nbytes - ROOM_MARGIN
-            evictable = sum(victim.nbytes for victim in self.budget.victims(keep))
-            if wanted < self.disk_bytes - self.dead_bytes - evictable:
-                return False
             self._release_dead()
+            missing = self.disk_bytes - wanted
+            chosen: list[Victim] = []
             for victim in self.budget.victims(keep):
-                if self.disk_bytes <= wanted:
+                if missing <= 0:
                     break
+                gain = sum(record.pages for record in victim.records())
+                if gain:
+                    chosen.append(victim)
+                    missing -= gain
+            if missing > 0:
+                return False
+            for victim in chosen:
                 victim.evict()
                 self._release_dead()
-            return self.disk_bytes <= wanted
+            return True
         except (LogFailed, OSError):
             return False
 
@@ -135,6 +142,8 @@ class Stores:
         for log in self._logs:
             if log.tail is not None:
                 raise LogFailed("a SAVE is under way")
+            if not log.file.can_punch():
+                raise LogFailed("this file system has no holes")
             log.sync()
         for log in self._logs:
             places = {None: log.file} | ({log.covers: log.snapshot} if log.durable else {})

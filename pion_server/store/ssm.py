@@ -127,7 +127,7 @@ class SsmStore:
         for sid, layers in held:
             if sid != keep and not self._pinned(sid):
                 size = sum(record.length for record in layers.values())
-                yield Victim(size, partial(self._evict, sid))
+                yield Victim(size, partial(self._evict, sid), layers.values)
 
     def _apply(self, sid: bytes, layer: int, record: Record) -> None:
         with self.lock:

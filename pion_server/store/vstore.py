@@ -352,7 +352,12 @@ class VStore:
         for pair in self._oldest_pairs():
             if self._evictable(pair, keep):
                 size = sum(self.session(sid).stored_bytes for sid in pair)
-                yield Victim(size, partial(self._evict, pair))
+                yield Victim(size, partial(self._evict, pair), partial(self._records, pair))
+
+    def _records(self, sids: Iterable[bytes]) -> set[Record]:
+        """The records that the rows of these sessions lie in."""
+        layers = [layer for sid in sids for layer in self.session(sid).layers.values()]
+        return {e.record for layer in layers for e in layer.extents if e.record is not None}
 
     # --- rewinding ---------------------------------------------------------------------------
 

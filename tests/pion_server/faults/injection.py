@@ -138,6 +138,15 @@ def install(path: Path) -> None:
         strike("write", name_of(fd), half)
         return pwritev(fd, parts, offset)
 
+    if sys.platform == "darwin":
+        control = fcntl.fcntl
+
+        def flush_or_control(fd: int, command: int, *rest: Any) -> Any:
+            if command == fcntl.F_FULLFSYNC:
+                strike("fsync", name_of(fd))
+            return control(fd, command, *rest)
+
+        fcntl.fcntl = flush_or_control
     os.pwritev = write  # type: ignore[assignment]
     os.fsync = by_fd("fsync", os.fsync)
     os.ftruncate = by_fd("truncate", os.ftruncate)

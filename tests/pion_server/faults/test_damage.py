@@ -45,7 +45,7 @@ def logged(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> History:
 @pytest.fixture(scope="module")
 def saved(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> History:
     """Most lies in snapshots, the rest in the logs."""
-    return _history(forge, tmp_path_factory.mktemp("saved"), 60, 6, 150)
+    return _history(forge, tmp_path_factory.mktemp("saved"), 8, 6, 150)
 
 
 def _history(forge: Forge, home: Path, acts: int, seed: int, before_save: int) -> History:

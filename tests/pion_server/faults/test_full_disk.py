@@ -179,6 +179,22 @@ def test_a_blob_too_large_for_the_disk_evicts_nothing(small_disk: Path, forged: 
         assert observe(client, ledger.ns) == ledger.image
 
 
+def test_prefixes_too_small_to_make_room_are_not_evicted_for_nothing(
+    forged: Servers, memory_path: Path
+) -> None:
+    """Records of a few rows share their pages with others: only a SAVE gives them back."""
+    server = forged("--max-disk", "1mb", directory=memory_path / "data")
+    client = server.client()
+    ledgers = [Ledger(f"n{n}") for n in range(40)]
+    for number, ledger in enumerate(ledgers):
+        rows = oracle.store(ledger.ns, "_pk", "fp32", 0, 0, values(number, 12_288))
+        assert put(client, ledger, [oracle.register(ledger.ns, "fp32"), rows]) == "OK"
+    for _ in range(3):
+        assert put(client, Ledger("big"), megabyte("big", 1)).startswith("MISCONF --max-disk")
+    for ledger in ledgers:
+        assert observe(client, ledger.ns) == ledger.image
+
+
 def test_a_disk_limit_holds_at_every_step(forged: Servers, memory_path: Path) -> None:
     """CASES F01: 8 MB for one model, 8 MB for another, a restart; `du` stays below the limit."""
     limit = 10 * MB
@@ -230,11 +246,13 @@ def test_overwritten_rows_make_room_without_evicting(forged: Servers, memory_pat
     ledger.settle(server.client())
 
 
+@pytest.mark.parametrize("where", ["memory_path", "tmp_path"])
 def test_rows_on_their_way_to_a_client_outlive_their_eviction(
-    forged: Servers, memory_path: Path
+    forged: Servers, request: pytest.FixtureRequest, where: str
 ) -> None:
     """A reader that is slow gets every byte, though the disk got them back meanwhile."""
-    server = forged("--max-disk", "40mb", directory=memory_path / "data")
+    directory: Path = request.getfixturevalue(where) / "data"
+    server = forged("--max-disk", "40mb", directory=directory)
     client, reader = server.client(), server.client()
     blocks = [values(n) for n in range(24)]
     client.call("KV.PREFIX.REGISTER", "old", DIM, "fp32")
