@@ -295,7 +295,9 @@ class RecordLog:
     def _check_limit(self, nbytes: int, reserve: int) -> None:
         if self.max_bytes is None:
             return
-        used, limit = self.disk_bytes(), self.max_bytes - min(reserve, self.max_bytes // 16)
+        # Room reserved here is what this record goes into.
+        used = self.disk_bytes() - max(0, self._size - self.end)
+        limit = self.max_bytes - min(reserve, self.max_bytes // 16)
         if used + nbytes > limit:
             text = f"--max-disk {self.max_bytes}: {used} bytes used, {nbytes} more needed"
             raise DiskFull(text, used + nbytes - limit)
