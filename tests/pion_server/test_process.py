@@ -76,7 +76,9 @@ def test_a_directory_in_use_is_one_line(server: Start) -> None:
     assert running.client().call("PING") == "PONG"
 
 
-def test_the_server_imports_no_mlx_before_attention_is_asked_for(server: Start, tmp_path: Path) -> None:
+def test_the_server_imports_no_mlx_before_attention_is_asked_for(
+    server: Start, tmp_path: Path
+) -> None:
     extra = tmp_path / "extra.py"
     extra.write_text(
         "import sys\n"
