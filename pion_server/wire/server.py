@@ -105,8 +105,11 @@ class Server:
             self.slow_readers_dropped += 1
             channel.drop()
         elif self.queued_bytes > _OUTPUT_SHARES * self.output_limit:
-            self.slow_readers_dropped += 1
-            max(self._channels, key=lambda other: other.connection.queued_bytes).drop()
+            slowest = max(self._channels, key=lambda other: other.connection.queued_bytes)
+            # Alone, it holds up nobody: then the rule above is all there is.
+            if slowest.connection.queued_bytes < self.queued_bytes:
+                self.slow_readers_dropped += 1
+                slowest.drop()
 
     def forget(self, channel: Channel) -> None:
         """Called by a channel that has closed."""
