@@ -25,7 +25,7 @@ from pion_patches.cache_rebuild import (
     dismantle,
     rebuild,
 )
-from pion_patches.hybrid import classify
+from pion_patches.hybrid import classify, is_hybrid
 from pion_patches.inproc import InprocStore, lane_is_off
 from pion_patches.prefix_entry import CannotSplit, capture_prefix
 from pion_vllm_mlx.arguments import check_ids, check_namespace, vocab_size_of
@@ -65,6 +65,7 @@ class PionPromptCache:
         *,
         username: str | None = None,
         protect_dtype: str = "float16",
+        softmax_bitexact: bool = False,
         prefill_step_size: int = PREFILL_STEP,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
@@ -82,6 +83,8 @@ class PionPromptCache:
                 "fp8", "turbo4", "mlx4g32", …) stores that one. A hit takes any lossless format.
             boundary_protect: with a named format, K and the first and last N layers of V are kept
                 in `protect_dtype` ("float16", or "auto" for the model's own).
+            softmax_bitexact: in a model that mixes recurrent and softmax attention layers, keep
+                every bit of the latter's K/V whatever `vquant` says (recurrent state always is).
             password, username: for a server with `--requirepass`; a tenant has both.
             prefill_step_size: tokens a chunk of a cold prefill.
             kv_bits, kv_group_size, quantized_kv_start: as for mlx-lm's `generate_step`, to which
@@ -101,6 +104,7 @@ class PionPromptCache:
         self.model = model
         self.host, self.port = host, port
         self.vquant, self.boundary_protect = vquant, boundary_protect
+        self.softmax_bitexact = softmax_bitexact
         self.prefill_step_size = prefill_step_size
         self.timeout = timeout
         self._kv_bits = KvBits(kv_bits, kv_group_size, quantized_kv_start)
@@ -115,7 +119,9 @@ class PionPromptCache:
         #: Split prefixes for `make_pion_prompt_cache`, by namespace.
         self._mlx_prefix_kv = InprocStore()
         self._split_keys: dict[str, tuple[tuple[int, ...], str]] = {}
-        classify(self._template(quantized_kv_start))
+        slots = classify(self._template(quantized_kv_start))
+        if softmax_bitexact and is_hybrid(slots):
+            self._tier = Tier()
         self.fingerprint()
 
     def get_or_prefill(

@@ -335,3 +335,21 @@ def test_a_state_that_is_not_finite_is_the_callers_but_never_stored(
     assert len(warnings) == 1
     assert "not finite" in warnings[0]
     assert shared.client().call("SSM.PREFIX.FETCH", namespace, 0) is None
+
+
+@pytest.mark.parametrize("bitexact", [False, True])
+def test_softmax_layers_of_a_hybrid_keep_their_bits_where_asked(
+    shared: Server, namespace: str, bitexact: bool
+) -> None:
+    model = MODELS[HYBRID, 1]
+    answers = []
+    for _ in range(2):
+        with PionPromptCache(
+            model, "int8", port=shared.port, timeout=PATIENT, softmax_bitexact=bitexact
+        ) as pc:
+            cache = pc.get_or_prefill(PREFIX, namespace)
+            answers.append(continuation(HYBRID, model, cache, TOKENS, CALLS).tobytes())
+            figures = pc.stats()
+    assert figures["hits"] == 1
+    assert answers[0] == cold(HYBRID)
+    assert (answers[1] == cold(HYBRID)) is bitexact
