@@ -24,7 +24,7 @@ async def save_default(state: ServerState) -> str:
     """Snapshot both stores and empty their logs; one at a time, the next waits its turn."""
     async with state.save_lock:
         async with state.writer_lock:
-            saving = state.stores.begin_save()
+            saving = await asyncio.to_thread(state.stores.begin_save)
         try:
             await asyncio.to_thread(saving.write)
             async with state.writer_lock:
@@ -45,7 +45,7 @@ def save_copy(state: ServerState, relative: str) -> Coroutine[Any, Any, str]:
         target = state.stores.options.directory / relative
         async with state.save_lock:
             async with state.writer_lock:
-                work = state.stores.begin_copy(target)
+                work = await asyncio.to_thread(state.stores.begin_copy, target)
             try:
                 await asyncio.to_thread(work)
             except OSError as error:

@@ -75,8 +75,8 @@ def _check_file(path: Path, kind: int, report: CheckReport, repair: bool) -> Non
         return
     found = reader.report
     report.problems.extend(f"{path.name}: {note}" for note in found.notes)
-    if found.recovered:
-        report.problems.append(f"{path.name}: {found.recovered} records have one damaged head")
+    if halves := found.recovered + found.half_closed:
+        report.problems.append(f"{path.name}: {halves} records have one damaged head")
     if found.lost_bytes:
         report.problems.append(f"{path.name}: {found.lost_bytes} bytes are no record")
     if found.cut_at is not None:

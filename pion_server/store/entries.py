@@ -55,7 +55,7 @@ def dump_meta(meta: dict[str, Any]) -> bytes:
 
 def load_meta(data: bytes) -> dict[str, Any]:
     """Metadata of a record whose head checksum held."""
-    meta: dict[str, Any] = json.loads(data)
+    meta: dict[str, Any] = json.loads(data.decode("ascii"))
     return meta
 
 

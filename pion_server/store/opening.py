@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +47,19 @@ class StoreOptions:
     keep_cut: bool = False
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection meanwhile: hundreds of thousands of records that all stay would be
+    gone through again and again, with everybody waiting."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @dataclass(slots=True)
 class Saving:
     """One SAVE in progress over both logs: `write` in a thread, `finish` under the writer lock."""
@@ -53,16 +68,19 @@ class Saving:
 
     def write(self) -> None:
         """Write and flush both snapshots, then copy the records appended meanwhile."""
-        for compaction, _ in self.parts:
-            compaction.write()
-        for compaction, _ in self.parts:
-            compaction.catch_up()
+        with collector_paused():
+            for compaction, _ in self.parts:
+                compaction.write()
+            for compaction, _ in self.parts:
+                compaction.catch_up()
 
     def finish(self) -> None:
         """Put the new files into place."""
-        for compaction, adopt in self.parts:
-            compaction.finish()
-            adopt()
+        with collector_paused():
+            for compaction, adopt in self.parts:
+                compaction.finish()
+                adopt()
+            gc.freeze()
 
     def abandon(self) -> None:
         for compaction, _ in self.parts:
@@ -209,7 +227,8 @@ def open_stores(options: StoreOptions) -> Stores:
         sync_directory(directory.parent)
     lock = DirectoryLock(directory)
     try:
-        return _load(options, lock)
+        with collector_paused():
+            return _load(options, lock)
     except BaseException:
         lock.close()
         raise

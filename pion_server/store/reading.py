@@ -34,6 +34,7 @@ class ScanReport:
 
     records: int = 0
     recovered: int = 0
+    half_closed: int = 0
     lost_bytes: int = 0
     cut_at: int | None = None
     cut_bytes: int = 0
@@ -202,12 +203,14 @@ class LogReader:
             end = at + 2 * head.size + head.body_len if head else 0
             if head and end <= self.size:
                 record = self._found(head, at + head.size)
-                if self._is_closed(end, head) or not self._is_torn(record, end):
-                    yield record
-                    at = end
-                    continue
-                self.report.records -= 1
-                return self._end_at(at)
+                if not self._is_closed(at, end, head):
+                    if self._head_at(end, MAGIC) is None and self._is_torn(record, end):
+                        self.report.records -= 1
+                        return self._end_at(at)
+                    self.report.half_closed += 1
+                yield record
+                at = end
+                continue
             nearest = self._resync(at + 1)
             if nearest is None:
                 return self._end_at(at)
@@ -236,12 +239,13 @@ class LogReader:
             at = at if at > FILE_HEADER.size else 0
             self.report.cut_at, self.report.cut_bytes = at, lost
 
-    def _is_closed(self, end: int, head: Head) -> bool:
-        """Whether the second head copy, or a record behind it, shows the record to be whole."""
-        return (
-            self._head_at(end - head.size, TRAILER_MAGIC) == head
-            or self._head_at(end, MAGIC) is not None
-        )
+    def _is_closed(self, at: int, end: int, head: Head) -> bool:
+        """Whether the second head copy stands where it should; equal bytes need no checksum."""
+        first = self._window.read(at, head.size)
+        second = self._window.read(end - head.size, head.size)
+        fields, meta = slice(4, HEAD.size - 4), slice(HEAD.size, None)
+        same = first[fields] == second[fields] and first[meta] == second[meta]
+        return same and second[:4] == TRAILER_MAGIC
 
     def _is_torn(self, record: Record, end: int) -> bool:
         """A last record without its second head copy and with a wrong body was never finished."""

@@ -37,24 +37,27 @@ class _FrozenSession:
 
 
 class VStoreFreeze:
-    """The live state at one moment, to be written out and then adopted by the running store."""
+    """The live state at one moment, to be written out and then adopted by the running store.
+
+    Made and adopted under the writer lock, in any thread: readers change nothing of this, and the
+    store's own lock, for which the event loop would wait, is never held for long.
+    """
 
     def __init__(self, store: VStore) -> None:
         self._store = store
         self._covers = store.log.seq
-        with store.lock:
-            self._sessions = [
-                _FrozenSession(
-                    s,
-                    s.blocks,
-                    [_FrozenLayer(i, x.format, x.extents) for i, x in s.layers.items()],
-                )
-                for s in store.table
-            ]
-            self._manifests = list(store.manifests.by_ns.items())
-            self._pins = list(store.pins)
-            self._expiry = list(store.expiry.items())
-            self._last_gen = store.manifests.last_gen
+        self._sessions = [
+            _FrozenSession(
+                s,
+                s.blocks,
+                [_FrozenLayer(i, x.format, x.extents) for i, x in s.layers.items()],
+            )
+            for s in store.table
+        ]
+        self._manifests = list(store.manifests.by_ns.items())
+        self._pins = list(store.pins)
+        self._expiry = list(store.expiry.items())
+        self._last_gen = store.manifests.last_gen
         self._places: dict[tuple[int, int], Extents] = {}
 
     def items(self) -> Iterator[Item]:
@@ -119,11 +122,11 @@ class VStoreFreeze:
 
     def adopt(self) -> None:
         """Point the live index at the snapshot's copies; rows written since stay as they are."""
-        with self._store.lock:
-            for frozen in self._sessions:
-                session = frozen.session
-                if self._store.table.get(session.sid) is not session:
-                    continue
+        for frozen in self._sessions:
+            session = frozen.session
+            if self._store.table.get(session.sid) is not session:
+                continue
+            with self._store.lock:
                 for layer in frozen.layers:
                     held = session.layers.get(layer.index)
                     if held is not None:
