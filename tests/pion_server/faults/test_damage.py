@@ -137,7 +137,7 @@ def test_a_log_cut_inside_its_last_records_shows_what_was_before(
 def test_a_log_cut_at_every_byte_of_its_last_records_shows_what_was_before(
     started: Callable[[History], ForgedServer], logged: History, log: str
 ) -> None:
-    lengths = cut_lengths(logged, log, 4)
+    lengths = cut_lengths(logged, log, 4)[-2000:]
     for length in lengths:
         check_cut(started(logged), logged, log, length, again=length % 7 == 0)
     print(f"\n{log}: cut at all of {len(lengths)} lengths")
