@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pion_server.errors import DamagedEntry
 from pion_server.store.checksum import crc32c
-from pion_server.store.files import StoreFile, sync_directory
+from pion_server.store.files import StoreFile, closer, sync_directory
 from pion_server.store.log import (
     MAGIC,
     READ_CHUNK,
@@ -165,6 +165,7 @@ class Compaction:
         is no way back, the new files are the store.
         """
         log = self._log
+        closer.start()
         if self._copy_tail() or self._new_log is None:
             self._new_log = self._new_log or self._open_log()
             self._new_log.sync()

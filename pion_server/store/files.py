@@ -6,12 +6,15 @@ import contextlib
 import errno
 import fcntl
 import os
+import queue
 import sys
+import threading
 from pathlib import Path
 
 from pion_server.store.holes import punch_hole
 
 PAGE = 4096
+SLOW_TO_FREE = 16 << 20
 PRIVATE_DIR = 0o700
 PRIVATE_FILE = 0o600
 
@@ -148,7 +151,38 @@ class StoreFile:
     def __del__(self) -> None:
         fd, self._fd = getattr(self, "_fd", -1), -1
         if fd >= 0:
+            closer.close(fd)
+
+
+class _Closer:
+    """Closes large removed files in a thread of its own: freeing their blocks takes the system up
+    to seconds, and who lets go of one last may be the thread that serves clients."""
+
+    def __init__(self) -> None:
+        # Its `put` may be called from a destructor, wherever that happens to run.
+        self._files: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """From now on large files are closed by the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pion-close", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            os.close(self._files.get())
+
+    def close(self, fd: int) -> None:
+        status = os.fstat(fd)
+        large = status.st_nlink == 0 and status.st_size >= SLOW_TO_FREE
+        if large and self._thread is not None:
+            self._files.put(fd)
+        else:
             os.close(fd)
+
+
+closer = _Closer()
 
 
 def sync_directory(directory: Path) -> None:
