@@ -95,7 +95,7 @@ class Dispatcher:
             _check_names(command, command.names, args, "namespace", NAMESPACE_LIMIT)
             _check_names(command, command.sids, args, "sid", SID_LIMIT)
             result = self._run(command, self._contexts[connection.id], args)
-            if command.writes and self.state.config.fsync == "always":
+            if self.state.config.fsync == "always" and command.writes_with(args):
                 return self._commit(command, result)
             return result
         except Exception as error:
@@ -124,7 +124,7 @@ class Dispatcher:
     def _run(
         self, command: Command, ctx: Context, args: Args
     ) -> object | Coroutine[Any, Any, object]:
-        if not command.writes:
+        if not command.writes_with(args):
             result = command.handler(ctx, args)
             return self._finish(command.name, result) if _is_unfinished(result) else result
         lock = self.state.writer_lock

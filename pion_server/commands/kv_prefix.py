@@ -225,12 +225,18 @@ async def _commit(state: ServerState) -> str:
     return "OK"
 
 
+def _only_gets(args: Args) -> bool:
+    """Every hit begins with a GET: it must not queue behind other clients' stores."""
+    return word(args[1]) == "GET"
+
+
 @command(
     "KV.PREFIX.META",
     min_args=2,
     max_args=4,
     flags=Flag.WRITE,
     names="first",
+    reads=_only_gets,
     args="<ns> BEGIN | SET <gen> <blob> | ABORT <gen> | GET",
 )
 def meta(ctx: Context, args: Args) -> object:

@@ -16,7 +16,8 @@
 * The function answers a reply value (`wire.replies`), a list of them, a `Payload`, an
   `Offload(work)` whose `work()` dispatch runs in a thread, or is `async def`. It refuses by
   raising a `CommandError`; any other exception becomes `-ERR internal error …`.
-* `Flag.WRITE`: all of it, Offload and awaits included, runs under the server-wide writer lock.
+* `Flag.WRITE`: all of it, Offload and awaits included, runs under the server-wide writer lock,
+  but for the requests that `reads(args)` says only read.
 * `names` and `sids` say which arguments are namespaces (1..200 bytes) and sids (1..205): `"first"`,
   `"all"`, or a function from `args` to their positions. Dispatch checks them before any effect.
 
@@ -80,6 +81,11 @@ class Command:
     # `flags` again, for the hot path: asking an enum is slower than the rest of a PING.
     writes: bool
     open_to_all: bool
+    reads: Callable[[Args], bool] | None
+
+    def writes_with(self, args: Args) -> bool:
+        """Whether a request with these arguments needs the writer lock."""
+        return self.writes and (self.reads is None or not self.reads(args))
 
     @property
     def dotted(self) -> bool:
@@ -105,6 +111,7 @@ def command(
     flags: Flag = Flag.NONE,
     names: Positions = None,
     sids: Positions = None,
+    reads: Callable[[Args], bool] | None = None,
 ) -> Callable[[HandlerT], HandlerT]:
     """Register the decorated function as command `name`; `max_args=None`: no upper bound."""
 
@@ -128,6 +135,7 @@ def command(
             sids=sids,
             writes=Flag.WRITE in flags,
             open_to_all=Flag.NOAUTH in flags,
+            reads=reads,
         )
         return handler
 

@@ -342,3 +342,42 @@ def test_refused_metas(client: RawClient, ns: bytes, words: tuple[Word, ...], te
     refuse(client, "KV.PREFIX.META", ns, *words, text=text)
     assert manifest(client, ns) == [gen, b"manifest"]
     refuse(client, "KV.PREFIX.META", b"x" * 201, "GET", text="namespace")
+
+
+HOLD_THE_WRITER_LOCK = """
+import asyncio
+from pion_server.commands.registry import Flag, command
+
+gate = asyncio.Event()
+
+
+@command("T.HOLD", min_args=0, flags=Flag.WRITE)
+async def hold(ctx, args):
+    "T.HOLD"
+    await gate.wait()
+    return "OK"
+
+
+@command("T.FREE", min_args=0)
+def free(ctx, args):
+    "T.FREE"
+    gate.set()
+    return "OK"
+"""
+
+
+def test_reading_a_manifest_waits_for_no_writer(server: Start, tmp_path: Path) -> None:
+    """A restore begins with it and waits 0.25 s for a first byte; a large store takes longer."""
+    extra = tmp_path / "extra.py"
+    extra.write_text(HOLD_THE_WRITER_LOCK)
+    running = server(extra=extra)
+    writer, reader, other = (running.client() for _ in range(3))
+    gen = fill(reader, b"n", b"manifest")
+    writer.send(writer.pack("T.HOLD"))
+    other.call("PING")
+    assert manifest(reader, b"n") == [gen, b"manifest"]
+    assert reader.call("KV.PREFIX.LOOKUP", b"n") == "HIT"
+    other.send(other.pack("KV.PREFIX.META", b"n", "BEGIN"))
+    reader.call("T.FREE")
+    assert writer.read() == "OK"
+    assert other.read() == gen + 1
