@@ -10,8 +10,7 @@ CommandError                the whole reply text after `-`, one line
 ├── EngineOff               ERR attention engine not available …
 ├── ColdMiss                -COLDMISS: demoted attention state, to be brought back by WARM
 ├── AuthRequired            -NOAUTH
-├── WrongPassword           -WRONGPASS
-└── NotPermitted            -NOPERM
+└── WrongPassword           -WRONGPASS
 """
 
 from __future__ import annotations
@@ -83,9 +82,3 @@ class WrongPassword(CommandError):
     """Wrong user or password."""
 
     prefix = "WRONGPASS"
-
-
-class NotPermitted(CommandError):
-    """This connection may not run this command."""
-
-    prefix = "NOPERM"

@@ -61,6 +61,17 @@ def round_half_away(values: F32Array, scratch: Scratch) -> None:
     values += halves.view(np.float32)
 
 
+def choose_signed_codes(scaled: F32Array, codes: U8Array, half: int, scratch: Scratch) -> None:
+    """clamp(rha(v), -half, half - 1) + half into `codes`; `scaled` is used up."""
+    round_half_away(scaled, scratch)
+    # Clamped first: a number far outside would not survive the conversion to a byte.
+    np.clip(scaled, -float(half), float(half - 1), out=scaled)
+    np.trunc(scaled, out=scaled)
+    signed = codes.view(np.int8)
+    np.copyto(signed, scaled, casting="unsafe")
+    signed += half
+
+
 class BlockFormat(RowFormat):
     """A format of scaled blocks: a subclass says how 32 scaled numbers become codes."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_server.formats.blocks import BlockFormat, round_half_away
+from pion_server.formats.blocks import BlockFormat, choose_signed_codes
 from pion_server.formats.floats import F32Array, U8Array
 from pion_server.formats.registry import register
 from pion_server.formats.scratch import Scratch
@@ -29,12 +29,7 @@ class Turbo3(BlockFormat):
     full_scale = 3.0
 
     def _choose_codes(self, scaled: F32Array, codes: U8Array, scratch: Scratch) -> None:
-        round_half_away(scaled, scratch)
-        np.clip(scaled, -4.0, 3.0, out=scaled)
-        np.trunc(scaled, out=scaled)
-        signed = codes.view(np.int8)
-        np.copyto(signed, scaled, casting="unsafe")
-        signed += 4
+        choose_signed_codes(scaled, codes, 4, scratch)
 
     def _read_levels(self, codes: U8Array, levels: F32Array) -> None:
         np.copyto(levels, codes)

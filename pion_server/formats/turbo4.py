@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pion_server.formats.blocks import BlockFormat, round_half_away
+from pion_server.formats.blocks import BlockFormat, choose_signed_codes
 from pion_server.formats.floats import F32Array, U8Array
 from pion_server.formats.registry import register
 from pion_server.formats.scratch import Scratch
@@ -27,13 +27,7 @@ class Turbo4(BlockFormat):
     zero_scale = 1.0
 
     def _choose_codes(self, scaled: F32Array, codes: U8Array, scratch: Scratch) -> None:
-        round_half_away(scaled, scratch)
-        # Clamped first: a number far outside would not survive the conversion to a byte.
-        np.clip(scaled, -8.0, 7.0, out=scaled)
-        np.trunc(scaled, out=scaled)
-        signed = codes.view(np.int8)
-        np.copyto(signed, scaled, casting="unsafe")
-        signed += 8
+        choose_signed_codes(scaled, codes, 8, scratch)
 
     def _read_levels(self, codes: U8Array, levels: F32Array) -> None:
         np.copyto(levels, codes)

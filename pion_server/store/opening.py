@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pion_server.errors import CommandError, LogFailed
@@ -97,7 +97,6 @@ class Stores:
     options: StoreOptions
     notices: list[str]
     _lock: DirectoryLock
-    saving: bool = field(default=False)
 
     @property
     def snapshot_path(self) -> Path:

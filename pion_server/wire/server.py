@@ -39,8 +39,6 @@ class Server:
         self.spool = memoryview(bytearray(_SPOOL))
         self.stopping = False
         self.connections_accepted = 0
-        self.connections_refused = 0
-        self.slow_readers_dropped = 0
         self.queued_bytes = 0
         self._channels: set[Channel] = set()
         self._listeners: list[socket.socket] = []
@@ -62,7 +60,6 @@ class Server:
                     self._pause_accepting(listener, lane)
                 return
             if len(self._channels) >= self.max_clients:
-                self.connections_refused += 1
                 _turn_away(sock, lane.too_many_clients)
                 continue
             self._open(sock, peer, lane)
@@ -102,13 +99,11 @@ class Server:
         channel.connection.queued_bytes = held
         # A single reply has no limit: without the one being sent, what waits behind it counts.
         if held - channel.outbox.current > self.output_limit:
-            self.slow_readers_dropped += 1
             channel.drop()
         elif self.queued_bytes > _OUTPUT_SHARES * self.output_limit:
             slowest = max(self._channels, key=lambda other: other.connection.queued_bytes)
             # Alone, it holds up nobody: then the rule above is all there is.
             if slowest.connection.queued_bytes < self.queued_bytes:
-                self.slow_readers_dropped += 1
                 slowest.drop()
 
     def forget(self, channel: Channel) -> None:
