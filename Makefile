@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Python with a real BLAS in front of MLX's own (Linux; elsewhere the printed path is empty).
 RUN = LD_PRELOAD="$$($(PY) -m pion_vllm_mlx.blas)" $(PY)
 
-.PHONY: help setup demo test check bench nightly interop test-matrix clean
+.PHONY: help setup demo test check bench evals nightly interop test-matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo 'make test         the test suite'
 	@echo 'make check        ruff, mypy --strict, import contracts'
 	@echo 'make bench        the benchmarks (results in evals/results)'
+	@echo 'make evals        the tables: report and plots in evals/results (ARGS="--fraction 0.1" is short)'
 	@echo 'make nightly      the long tests'
 	@echo 'make interop      stock programs and clients of others against our server'
 	@echo 'make test-matrix  the patches against every supported mlx-lm'
@@ -52,6 +53,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) -m evals.bench $(ARGS)
+
+evals: $(STAMP)
+	$(RUN) -m evals all $(ARGS)
 
 # Each script exits 0 when it passed; the first that fails stops the run.
 INTEROP = $(filter-out %/mlx_lm_matrix.py,$(wildcard tests/interop/*.py))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("mlx", "mlx-lm", "numpy", "hiredis", "redis", "uvloop")
+_PACKAGES = ("mlx", "mlx-lm", "numpy", "hiredis", "redis", "uvloop", "sacrebleu", "datasets")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -26,7 +26,7 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-        "blas": Path(os.environ.get("LD_PRELOAD", "").split(":")[0]).name or None,
+        "blas": _blas_name(),
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS"),
         "revision": _revision(),
         "load_1min": round(os.getloadavg()[0], 2),
@@ -45,15 +45,24 @@ def describe_in_words(machine: Mapping[str, Any]) -> str:
     )
 
 
-def save_result(name: str, machine: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
-    """Write ``evals/results/<name>-<time>.json`` and return its path; never over an older file."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
+def save_result(
+    name: str,
+    machine: Mapping[str, Any],
+    result: Mapping[str, Any],
+    folder: Path = RESULTS,
+    **facts: Any,
+) -> Path:
+    """Write ``<folder>/<name>-<time>.json`` and return its path; never over an older file.
+
+    facts: what else belongs to the run, such as the model and the seed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     stamp = str(machine["time"]).replace(":", "").replace("-", "")
     command = " ".join(["python", *sys.orig_argv[1:]])
-    document = {"name": name, "command": command, "machine": machine, "result": result}
+    document = {"name": name, "command": command, "machine": machine, **facts, "result": result}
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     for number in range(1000):
-        path = RESULTS / f"{name}-{stamp}{f'-{number}' if number else ''}.json"
+        path = folder / f"{name}-{stamp}{f'-{number}' if number else ''}.json"
         try:
             with path.open("x") as file:
                 file.write(text)
@@ -61,6 +70,19 @@ def save_result(name: str, machine: Mapping[str, Any], result: Mapping[str, Any]
             continue
         return path
     raise FileExistsError(f"a thousand results named {name}-{stamp}")
+
+
+def _blas_name() -> str | None:
+    """The library in front of MLX's own, preloaded by the linker or by `preload_blas`."""
+    if preloaded := os.environ.get("LD_PRELOAD", ""):
+        return Path(preloaded.split(":")[0]).name
+    if sys.platform != "linux":
+        return None
+    from pion_vllm_mlx.blas import find_blas
+
+    library = find_blas()
+    mapped = Path("/proc/self/maps").read_text()
+    return library.name if library and str(library.resolve()) in mapped else None
 
 
 def _version(package: str) -> str | None:

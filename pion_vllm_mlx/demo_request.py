@@ -87,6 +87,13 @@ def make_prompt(tokenizer: Any, prefix_tokens: int) -> tuple[list[int], list[int
     return ids[:prefix_tokens], ids[prefix_tokens:]
 
 
+def namespace_of(job: Job) -> str:
+    """Where a process with this job stores the prefix, and where it looks for it."""
+    from pion_vllm_mlx.namespace import make_namespace
+
+    return make_namespace("pion-demo", job.model, str(job.prefix_tokens))
+
+
 def measure(job: Job) -> Outcome:
     """Load the model, then answer the question once, timed."""
     import mlx.core as mx
@@ -97,7 +104,7 @@ def measure(job: Job) -> Outcome:
 
     model, tokenizer = load(job.model)[:2]
     prefix, suffix = make_prompt(tokenizer, job.prefix_tokens)
-    namespace = PionPromptCache.make_namespace("pion-demo", job.model, str(len(prefix)))
+    namespace = namespace_of(job)
     with PionPromptCache(model, port=job.port) as prompt_cache:
         _report("loaded")
         started = time.perf_counter()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import pkgutil
 import sys
 import time
 import traceback
@@ -13,12 +11,12 @@ from collections.abc import Sequence
 
 import evals.bench
 from evals.provenance import describe_in_words, describe_machine, save_result
+from evals.registry import load_module, module_names, title_of
 
 
 def bench_names() -> list[str]:
     """Every benchmark, in alphabetical order."""
-    modules = pkgutil.iter_modules(evals.bench.__path__)
-    return sorted(module.name for module in modules if not module.name.startswith("_"))
+    return module_names(evals.bench)
 
 
 def run_bench(name: str) -> bool:
@@ -26,9 +24,8 @@ def run_bench(name: str) -> bool:
     machine = describe_machine()
     started = time.perf_counter()
     try:
-        module = importlib.import_module(f"evals.bench.{name}")
-        title = (module.__doc__ or name).strip().splitlines()[0]
-        print(f"\n== {name}: {title}", flush=True)
+        module = load_module(evals.bench, name)
+        print(f"\n== {name}: {title_of(module)}", flush=True)
         path = save_result(f"bench-{name}", machine, module.run())
     except Exception:
         traceback.print_exc()

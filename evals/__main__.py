@@ -1,0 +1,113 @@
+"""Run evals: ``python -m evals NAME...`` or ``python -m evals all``; then write the report.
+
+Every run leaves a new JSON file in the output folder, never over an older one. ``report.md`` and
+the plots beside it are made from the newest file of each eval there, so they can always be made
+again: ``python -m evals report --out FOLDER``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import evals.tables
+from evals.provenance import RESULTS, describe_in_words, describe_machine, save_result
+from evals.registry import load_module, module_names, title_of
+from evals.report import write_report
+from evals.setting import SEED, Setting
+
+
+def run_eval(name: str, setting: Setting, folder: Path) -> bool:
+    """Run one eval and save what it found; False if it failed or missed a bar that decides."""
+    machine = describe_machine()
+    started = time.perf_counter()
+    try:
+        module = load_module(evals.tables, name)
+        print(f"\n== {name}: {title_of(module)}", flush=True)
+        findings = module.run(setting)
+        path = save_result(
+            f"eval-{name}",
+            machine,
+            findings.as_document(),
+            folder,
+            title=title_of(module),
+            model=setting.model_name,
+            fraction=setting.fraction,
+            seed=setting.seed,
+            seconds=round(time.perf_counter() - started, 1),
+        )
+    except Exception:
+        traceback.print_exc()
+        return False
+    print(f"-- {time.perf_counter() - started:.1f} s, {describe_in_words(machine)}")
+    print(f"-- {os.path.relpath(path)}", flush=True)
+    for bar in findings.failures():
+        print(f"-- MISSED: {bar.what}: {bar.measured} is less than {bar.least}", file=sys.stderr)
+    return not findings.failures()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    known = module_names(evals.tables)
+    if options.list:
+        for name in known:
+            print(f"{name:<16}{title_of(load_module(evals.tables, name))}")
+        return 0
+    setting = Setting(options.model, options.fraction, options.seed)
+    folder = Path(options.out)
+    names = [name for name in options.names if name != "report"]
+    if "all" in names or not options.names:
+        names = known
+    failed = [name for name in names if not run_eval(name, setting, folder)]
+    print(f"\n{os.path.relpath(write_report(folder))}")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    known = module_names(evals.tables)
+    parser = argparse.ArgumentParser(prog="python -m evals", description=__doc__)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"{', '.join(known)}; all (the default), or report: no eval, only the report",
+    )
+    parser.add_argument("--list", action="store_true", help="only list the evals")
+    parser.add_argument(
+        "--model", metavar="PATH_OR_ID", help="for mlx_lm.load (default: SmolLM2-135M in float32)"
+    )
+    parser.add_argument(
+        "--fraction",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="part of the full run, above 0 to 1 (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help="default: %(default)s")
+    parser.add_argument(
+        "--out", default=str(RESULTS), metavar="FOLDER", help="default: evals/results"
+    )
+    options = parser.parse_args(argv)
+    if not 0 < options.fraction <= 1:
+        parser.error("--fraction is above 0 and at most 1")
+    if unknown := [name for name in options.names if name not in (*known, "all", "report")]:
+        parser.error(f"unknown eval {unknown[0]!r}; there are: {', '.join(known)}")
+    return options
+
+
+if __name__ == "__main__":
+    from pion_vllm_mlx.blas import preload_blas
+
+    preload_blas()
+    status = main()
+    # MLX's CPU build may abort while the interpreter exits; everything is written.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,207 @@
+"""Time to first token by prefix length: vanilla, cache rebuild, shared prefix.
+
+* A: vanilla mlx-lm prefills prefix and question.
+* B: `PionPromptCache` rebuilds the cache, fetched over a lane or held in the process.
+* C: the attention patch: a cache that shares one copy of the prefix, held in the process.
+
+Every lane answers the same question after the same prefix, in turns, and must say A's first token.
+B and C open a cache and run the question; the median of the rounds is given. A, which takes the
+longest, runs in the first two rounds only.
+
+Expected: B at 1,024 tokens at least 10 times sooner than A; C in process the soonest of all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, TypeAlias
+
+from evals.findings import NOT_MEASURED, Bar, Findings, Plot, Quoted, Table
+from evals.serving import local_server
+from evals.setting import Setting
+from evals.speaking import speak
+from evals.texts import fill_system, read_prompts, split_prompt
+from pion_vllm_mlx import PionPromptCache
+from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache, pion_attention_patch
+
+LENGTHS: Final = (256, 1024, 2048)
+RUNS: Final = 5
+COLD_RUNS: Final = 2
+REDUCTION: Final = 90.0
+
+VANILLA: Final = "A vanilla"
+
+#: Makes the cache of one request; what it costs is part of the request's time.
+Open: TypeAlias = Callable[[], list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a lane is made for: a stored prefix of a model, on a server."""
+
+    model: Any
+    port: int
+    ids: tuple[int, ...]
+
+    @property
+    def namespace(self) -> str:
+        return PionPromptCache.make_namespace("ttft", len(self.ids))
+
+
+@contextmanager
+def _rebuild_resp(prefix: Prefix) -> Iterator[Open]:
+    with PionPromptCache(prefix.model, port=prefix.port, held_bytes=0, timeout=5) as pc:
+        yield lambda: pc.get_or_prefill(prefix.ids, prefix.namespace)
+
+
+@contextmanager
+def _rebuild_held(prefix: Prefix) -> Iterator[Open]:
+    with PionPromptCache(prefix.model, port=prefix.port, timeout=5) as pc:
+        pc.get_or_prefill(prefix.ids, prefix.namespace)
+        yield lambda: pc.get_or_prefill(prefix.ids, prefix.namespace)
+
+
+@contextmanager
+def _share_in_process(prefix: Prefix) -> Iterator[Open]:
+    with (
+        pion_attention_patch(),
+        PionPromptCache(prefix.model, port=prefix.port, timeout=5) as pc,
+    ):
+        pc.get_or_prefill(prefix.ids, prefix.namespace)
+        yield lambda: make_pion_prompt_cache(prefix.model, prefix.namespace, pc, len(prefix.ids))
+
+
+#: A lane is one line here. `Open` is called once a round.
+LANES: Final[Mapping[str, Callable[[Prefix], AbstractContextManager[Open]]]] = {
+    "B rebuild, RESP": _rebuild_resp,
+    "B rebuild, held in process": _rebuild_held,
+    "C shared, in process": _share_in_process,
+}
+
+
+def run(setting: Setting) -> Findings:
+    return measure(setting, setting.take(LENGTHS), setting.count(RUNS, 2))
+
+
+def measure(setting: Setting, lengths: Sequence[int], runs: int) -> Findings:
+    """Seconds of every lane at prefixes of about `lengths` tokens, `runs` rounds each."""
+    model, tokenizer = setting.load()
+    found: dict[int, dict[str, float]] = {}
+    agreed = True
+    with local_server("--kvcache", "--metal-attention", "-w", "1") as server:
+        for length in lengths:
+            prompt = read_prompts()[0]
+            system = fill_system(tokenizer, prompt, length)
+            ids, suffix = split_prompt(tokenizer, system, prompt.questions[0])
+            prefix = Prefix(model, server.port, tuple(ids))
+            seconds, same = _measure_length(prefix, suffix, tokenizer, runs)
+            found[len(ids)] = {lane: median(values) for lane, values in seconds.items()}
+            agreed = agreed and same
+            _print_line(len(ids), found[len(ids)])
+    return _findings(found, agreed, runs)
+
+
+def _measure_length(
+    prefix: Prefix, suffix: list[int], tokenizer: Any, runs: int
+) -> tuple[dict[str, list[float]], bool]:
+    seconds: dict[str, list[float]] = {VANILLA: []}
+    wanted: tuple[int, ...] | None = None
+    same = True
+    with PionPromptCache(prefix.model, port=prefix.port, held_bytes=0, timeout=5) as pc:
+        pc.get_or_prefill(prefix.ids, prefix.namespace)
+    for number in range(runs + 1):
+        if number < min(COLD_RUNS, runs):
+            said = speak(prefix.model, tokenizer, [*prefix.ids, *suffix], 1)
+            wanted = said.tokens
+            seconds[VANILLA].append(said.first_seconds)
+        for lane, make in LANES.items():
+            # Made anew for each round: a lane must not keep a patch installed under the others.
+            with ExitStack() as stack:
+                open_cache = stack.enter_context(make(prefix))
+                open_cache()
+                started = time.perf_counter()
+                said = speak(prefix.model, tokenizer, suffix, 1, open_cache(), started)
+            same = same and said.tokens == wanted
+            if number:  # the first round warms up
+                seconds.setdefault(lane, []).append(said.first_seconds)
+    return seconds, same
+
+
+def _findings(found: dict[int, dict[str, float]], agreed: bool, runs: int) -> Findings:
+    lanes = [VANILLA, *LANES]
+    rows = []
+    for length, seconds in found.items():
+        for lane in lanes:
+            sooner = seconds[VANILLA] / seconds[lane]
+            rows.append((f"{length:,}", lane, f"{seconds[lane] * 1e3:.1f} ms", f"{sooner:.2f}x"))
+    reduction = {
+        length: 100 * (1 - seconds["B rebuild, RESP"] / seconds[VANILLA])
+        for length, seconds in found.items()
+    }
+    near = next((value for length, value in reduction.items() if abs(length - 1024) < 16), None)
+    return Findings(
+        figures={
+            "runs": runs,
+            "seconds": {str(length): seconds for length, seconds in found.items()},
+            "reduction_percent": {str(length): value for length, value in reduction.items()},
+            "first_token_agrees": agreed,
+        },
+        tables=[
+            Table(
+                f"Time to first token, median of {runs} rounds",
+                ("prefix, tokens", "lane", "first token", "sooner than A"),
+                rows,
+            )
+        ],
+        plots=[
+            Plot(
+                "lanes",
+                "Time to first token by prefix length",
+                "tokens in the prefix",
+                "milliseconds (logarithmic)",
+                {
+                    lane: [(length, seconds[lane] * 1e3) for length, seconds in found.items()]
+                    for lane in lanes
+                },
+                log=True,
+            )
+        ],
+        bars=[
+            Bar("every lane says A's first token", float(agreed), 1.0),
+            Bar("reduction of TTFT at 1,024 tokens, RESP, %", near, REDUCTION, decides=False),
+        ],
+        quoted=_quoted(found),
+    )
+
+
+#: Model and prompt tokens, then A, B and C in ms, from the design document.
+_DESIGN: Final = (
+    ("Llama-3.2-1B-4bit", 256, 185.8, 11.5, 23.8),
+    ("Llama-3.2-1B-4bit", 1024, 742.7, 35.1, 26.0),
+    ("Llama-3.2-1B-4bit", 2048, 1530.0, 83.8, 30.2),
+    ("Llama-3.2-3B-4bit", 1024, 1951.0, 136.7, 53.7),
+)
+
+
+def _quoted(found: dict[int, dict[str, float]]) -> list[Quoted]:
+    lines = []
+    for model, tokens, a, b, c in _DESIGN:
+        near = [length for length in found if abs(length - tokens) < 16]
+        ours = f"{NOT_MEASURED} (no such model here)"
+        if near and "1B" in model:
+            seconds = found[near[0]]
+            ways = (VANILLA, "B rebuild, RESP", "C shared, in process")
+            ours = "the small model: " + ", ".join(f"{seconds[way] * 1e3:.1f} ms" for way in ways)
+        elif "1B" in model:
+            ours = f"{NOT_MEASURED} in this run"
+        lines.append(Quoted(f"{model}, {tokens} tokens: A, B, C", f"{a} ms, {b} ms, {c} ms", ours))
+    return lines
+
+
+def _print_line(length: int, seconds: Mapping[str, float]) -> None:
+    figures = ", ".join(f"{lane} {value * 1e3:.1f} ms" for lane, value in seconds.items())
+    print(f"{length:>6,} tokens: {figures}", flush=True)
