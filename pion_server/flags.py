@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -257,6 +256,8 @@ def find_flag(name: str) -> Flag:
     """The flag of that name; ConfigError with the nearest one otherwise."""
     if name in _BY_NAME:
         return _BY_NAME[name]
+    import difflib
+
     near = difflib.get_close_matches(name, [*_BY_NAME, *IGNORED], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "-h lists all flags"
     raise ConfigError(f"unknown {'flag' if name.startswith('-') else 'word'} {name!r}; {hint}")

@@ -17,10 +17,10 @@ from pion_server.doors import Doors, bind_doors, start_listening
 from pion_server.errors import LogFailed
 from pion_server.flags import ConfigError
 from pion_server.housekeeping import start_housekeeping
+from pion_server.preloading import start_preloading
 from pion_server.process import keep_talking, raise_file_limit
 from pion_server.state import ServerState, open_state
 from pion_server.status import CrashLog, StatusFile
-from pion_server.store.checking import check_directory
 from pion_server.store.files import DirectoryInUse
 from pion_server.store.log import ForeignFile
 from pion_server.wire.lane import binary_lane, resp_lane
@@ -40,6 +40,8 @@ def run(config: Config) -> int:
 
 def _check(config: Config) -> int:
     """0 if every record is whole, 1 otherwise; each problem is one line."""
+    from pion_server.store.checking import check_directory
+
     assert config.target is not None
     report = check_directory(
         config.target,
@@ -124,6 +126,7 @@ async def _serve_until_stopped(
     background = [loop.create_task(status.beat()), *start_housekeeping(state)]
     status.write("running")
     _announce(config, state.port)
+    start_preloading()
     # Everything made so far lives as long as the process: the collector need not look at it.
     gc.freeze()
     reason = await stopped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 import sys
 import time
 from collections import deque
@@ -118,7 +118,7 @@ class ServerState:
     config: Config
     stores: Stores
     worker_id: int = 0
-    run_id: str = field(default_factory=lambda: secrets.token_hex(20))
+    run_id: str = field(default_factory=lambda: os.urandom(20).hex())
     started_at: float = field(default_factory=time.monotonic)
     stats: Stats = field(default_factory=Stats)
     writer_lock: WriterLock = field(default_factory=WriterLock)

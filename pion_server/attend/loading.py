@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from pion_server.attend.requests import F32
 from pion_server.attend.sessions import Shape
@@ -16,6 +13,9 @@ from pion_server.payload import FileSpan
 from pion_server.store.rows import StoredRows
 from pion_server.store.sessions import Layer, sides
 from pion_server.store.vstore import VStore
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ def verify_layers(layers: list[WarmLayer]) -> None:
 
 def read_rows(rows: StoredRows, target: NDArray[Any]) -> None:
     """Decode rows `[tokens][heads * dim]` into `target` `[heads][tokens][dim]`."""
+    import numpy as np
+
     heads, _, dim = target.shape
     at = 0
     for chunk in rows.decoded().chunks():
@@ -94,6 +96,8 @@ def read_rows(rows: StoredRows, target: NDArray[Any]) -> None:
 
 def fill(target: NDArray[Any], source: F32) -> None:
     """Copy into (part of) a slot's tensor; BadArgument if a finite number overflows float16."""
+    import numpy as np
+
     with np.errstate(over="ignore"):
         np.copyto(target, source, casting="same_kind")
     if target.dtype != np.float32 and np.any(np.isinf(target) & np.isfinite(source)):

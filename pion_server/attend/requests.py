@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pion_server.attend.sessions import Key, Shape
 from pion_server.errors import BadArgument
 from pion_server.payload import Buffer
 
-F32: TypeAlias = NDArray[np.float32]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# A word at run time: the commands are known, and a server is up, before numpy is loaded.
+F32: TypeAlias = "NDArray[np.float32]"
 
 DIMS = (32, 64, 96, 128, 160, 192, 256, 512)
 BLOCK_MEAN, QUEST = 0, 1
@@ -217,11 +219,15 @@ def tensor(
     if len(blob) != wanted:
         sides = "x".join(map(str, shape))
         raise BadArgument(f"{name}: {what} has {len(blob)} bytes, {sides} needs {wanted}")
+    import numpy as np
+
     return np.require(np.frombuffer(blob, dtype), requirements=["ALIGNED"]).reshape(shape)
 
 
 def even_map(heads: int, kv_heads: int) -> NDArray[np.int32]:
     """The usual grouping: query head h reads kv head h / (H_q / H_kv)."""
+    import numpy as np
+
     return np.arange(heads, dtype=np.int32) // (heads // kv_heads)
 
 
@@ -254,6 +260,8 @@ def _check_groups(name: str, heads: int, kv_heads: int) -> None:
 def _head_map(name: str, blob: Buffer, heads: int, kv_heads: int) -> NDArray[np.int32]:
     if len(blob) != heads:
         raise BadArgument(f"{name}: head_map has {len(blob)} bytes, H_q is {heads}")
+    import numpy as np
+
     mapped = np.frombuffer(blob, np.uint8).astype(np.int32)
     if int(mapped.max()) >= kv_heads:
         raise BadArgument(f"{name}: head_map names kv head {mapped.max()} of {kv_heads}")

@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from numpy.typing import NDArray
-
 from pion_server.attend.loading import WarmLayer, fill, plan_layers, read_rows, verify_layers
 from pion_server.attend.requests import OneShot, Query, Store, check_dim
 from pion_server.attend.sessions import ATTEND_SUFFIX, Key, Shape, Slot, Slots, namespace_of
@@ -25,10 +23,12 @@ from pion_server.errors import ColdMiss, CommandError, EngineOff
 from pion_server.store.vstore import VStore
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pion_server.attend.engine import Engine
 
 T = TypeVar("T")
-Tensor: TypeAlias = NDArray[Any]
+Tensor: TypeAlias = "NDArray[Any]"
 
 
 class Attention:

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pion_server.errors import ColdMiss, NotFound
 from pion_server.store.budget import Victim
 
 if TYPE_CHECKING:
     import mlx.core as mx
+    import numpy as np
+    from numpy.typing import NDArray
 
 Key: TypeAlias = tuple[bytes, int]
 State: TypeAlias = Literal["HIT", "COLD", "MISS"]

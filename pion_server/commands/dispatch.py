@@ -6,8 +6,6 @@ Everything a command must not forget happens here and nowhere else.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import pkgutil
 import sys
 import traceback
 from collections.abc import Coroutine
@@ -27,6 +25,7 @@ from pion_server.commands.registry import (
     find_command,
 )
 from pion_server.errors import AuthRequired, BadArgument, CommandError, OutOfMemory, printable
+from pion_server.modules import import_modules
 from pion_server.payload import Buffer, Offload
 from pion_server.state import ServerState
 from pion_server.wire.binary import Frame
@@ -41,8 +40,7 @@ _HTTP = frozenset({b"POST", b"HOST:"})
 
 def load_commands() -> None:
     """Import every module of the package, so that its commands are registered."""
-    for module in pkgutil.iter_modules(commands.__path__):
-        importlib.import_module(f"{commands.__name__}.{module.name}")
+    import_modules(commands)
 
 
 class Dispatcher:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import sys
 from collections.abc import Callable
@@ -74,11 +73,12 @@ def peak_bytes() -> int:
 
 
 def _server(state: ServerState) -> dict[str, object]:
+    system = os.uname()
     return {
         "redis_version": "7.0.0",
         "redis_mode": "standalone",
         "pion_version": f"{__version__}+py",
-        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "os": f"{system.sysname} {system.release} {system.machine}",
         "arch_bits": 64,
         "process_id": os.getpid(),
         "run_id": state.run_id,

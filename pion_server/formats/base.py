@@ -13,16 +13,13 @@ from __future__ import annotations
 import abc
 import enum
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pion_server.formats.floats import F32Array, U8Array, widen_bf16
-from pion_server.formats.scratch import Scratch
 from pion_server.payload import Buffer
+
+if TYPE_CHECKING:
+    from pion_server.formats.floats import F32Array
 
 if sys.byteorder != "little":
     raise ImportError("pion_server.formats needs a little-endian machine")
@@ -140,32 +137,10 @@ class Format(abc.ABC):
     def _count_row_bytes(self) -> int:
         """Stored bytes of one row of this width."""
 
-    def _rows_at_once(self) -> int:
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a chunk that work arrays are sized for."""
         return max(1, CHUNK_VALUES // self.dim)
-
-    def _read_input(
-        self,
-        blob: Buffer,
-        count: int,
-        input: InputType,  # noqa: A002
-    ) -> Iterator[tuple[int, F32Array]]:
-        """The blob's rows in chunks: first row and f32 `[n, dim]`, good until the next one."""
-        step = self._rows_at_once()
-        if input is InputType.F32:
-            floats = np.frombuffer(blob, dtype=np.float32).reshape(count, self.dim)
-            for start in range(0, count, step):
-                yield start, floats[start : start + step]
-            return
-        words = np.frombuffer(blob, dtype=np.uint16).reshape(count, self.dim)
-        scratch = np.empty((min(step, count), self.dim), dtype=np.float32)
-        for start in range(0, count, step):
-            part = words[start : start + step]
-            values = scratch[: len(part)]
-            if input is InputType.F16:
-                np.copyto(values, part.view(np.float16))
-            else:
-                widen_bf16(part, values)
-            yield start, values
 
     def _check_run(self, run: Run) -> None:
         self._check_size("body", run.body, run.rows, self.row_bytes)
@@ -195,45 +170,3 @@ class Format(abc.ABC):
     def __repr__(self) -> str:
         rope = f", rope={self.rope}" if self.rope else ""
         return f"{self.name}({self.dim}{rope})"
-
-
-class RowFormat(Format):
-    """A format whose rows are encoded and decoded one by one: no row depends on its neighbours."""
-
-    def encode(self, blob: Buffer, count: int, input: InputType) -> Run:  # noqa: A002
-        """As `Format.encode`, chunk by chunk."""
-        self._check_size("blob", blob, count, self.input_row_bytes(input))
-        if input is self.native:
-            return Run(b"", memoryview(blob).cast("B"), count)
-        stored = np.empty((count, self.row_bytes), dtype=np.uint8)
-        scratch = Scratch()
-        with np.errstate(all="ignore"):
-            for start, values in self._read_input(blob, count, input):
-                self._encode_rows(values, stored[start : start + len(values)], scratch)
-        return Run(b"", as_bytes(stored), count)
-
-    def decode(self, run: Run) -> F32Array:
-        """As `Format.decode`, chunk by chunk."""
-        self._check_run(run)
-        values = np.empty((run.rows, self.dim), dtype=np.float32)
-        stored = np.frombuffer(run.body, dtype=np.uint8).reshape(run.rows, self.row_bytes)
-        step = self._rows_at_once()
-        scratch = Scratch()
-        with np.errstate(all="ignore"):
-            for start in range(0, run.rows, step):
-                part = slice(start, start + step)
-                self._decode_rows(stored[part], values[part], scratch)
-        return values
-
-    @abc.abstractmethod
-    def _encode_rows(self, values: F32Array, stored: U8Array, scratch: Scratch) -> None:
-        """Fill `stored` `[n, row_bytes]` from `values` `[n, dim]`, which may be read-only."""
-
-    @abc.abstractmethod
-    def _decode_rows(self, stored: U8Array, values: F32Array, scratch: Scratch) -> None:
-        """Fill `values` `[n, dim]` (contiguous) from `stored` `[n, row_bytes]`."""
-
-
-def as_bytes(array: NDArray[np.generic]) -> memoryview:
-    """A contiguous array's memory as flat bytes, not copied."""
-    return memoryview(array.reshape(-1).view(np.uint8).data)

@@ -16,7 +16,6 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_server.formats.base import RowFormat
 from pion_server.formats.floats import (
     F16_MAX,
     F16_SMALLEST_NORMAL,
@@ -24,6 +23,7 @@ from pion_server.formats.floats import (
     F32Array,
     U8Array,
 )
+from pion_server.formats.row_format import RowFormat
 from pion_server.formats.scratch import Scratch
 
 BLOCK = 32

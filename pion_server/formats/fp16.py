@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pion_server.formats.base import InputType, RowFormat
+from pion_server.formats.base import InputType
 from pion_server.formats.floats import F32Array, U8Array, narrow_to_f16
 from pion_server.formats.registry import register
+from pion_server.formats.row_format import RowFormat
 from pion_server.formats.scratch import Scratch
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pion_server.formats.base import InputType, RowFormat, Run
+from pion_server.formats.base import InputType, Run
 from pion_server.formats.floats import F32Array, U8Array
 from pion_server.formats.registry import register
+from pion_server.formats.row_format import RowFormat
 from pion_server.formats.scratch import Scratch
 
 

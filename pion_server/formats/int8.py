@@ -15,10 +15,11 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_server.formats.base import Format, InputType, Run, as_bytes
+from pion_server.formats.base import Format, InputType, Run
 from pion_server.formats.blocks import bound_values
 from pion_server.formats.floats import F32_MAX, F32Array
 from pion_server.formats.registry import register
+from pion_server.formats.row_format import as_bytes, read_input
 from pion_server.payload import Buffer
 
 _LEVELS = 254
@@ -45,7 +46,7 @@ class Int8(Format):
         with np.errstate(all="ignore"):
             low, high, finite = self._find_range(blob, count, input)
             scale = _choose_scale(low, high)
-            for start, values in self._read_input(blob, count, input):
+            for start, values in read_input(self, blob, count, input):
                 known = values if finite else bound_values(values)
                 part = stored[start : start + len(values)]
                 np.copyto(part, _place_values(known, scale, low), casting="unsafe")
@@ -59,7 +60,7 @@ class Int8(Format):
         table = _tabulate_values(run.header)
         codes = np.frombuffer(run.body, dtype=np.uint8).reshape(run.rows, self.dim)
         values = np.empty(codes.shape, dtype=np.float32)
-        step = self._rows_at_once()
+        step = self.rows_at_once
         for start in range(0, run.rows, step):
             table.take(codes[start : start + step], out=values[start : start + step], mode="clip")
         return values
@@ -100,7 +101,7 @@ class Int8(Format):
     ) -> tuple[np.float32, np.float32, bool]:
         """Smallest and largest value, and whether all values were finite."""
         lows, highs, finite = [], [], True
-        for _, values in self._read_input(blob, count, input):
+        for _, values in read_input(self, blob, count, input):
             low, high = values.min(), values.max()
             if not (np.isfinite(low) and np.isfinite(high)):
                 finite = False

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pion_server.formats.base import RowFormat
 from pion_server.formats.blocks import BLOCK, bound_values, reduce_blocks
 from pion_server.formats.floats import F16_MAX, F32Array, U8Array
 from pion_server.formats.registry import register
+from pion_server.formats.row_format import RowFormat
 from pion_server.formats.scratch import Scratch
 
 

@@ -7,21 +7,22 @@ has mapped it keeps its bytes. All of them are copies, safe to delete at any mom
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import secrets
 import stat
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pion_server.errors import BadArgument, CommandError, OutOfMemory
 from pion_server.store.files import PRIVATE_DIR, PRIVATE_FILE, StoreFile
 from pion_server.store.rows import StoredRows
 from pion_server.store.sessions import Session
-from pion_server.store.tensor_file import Side, TensorFile, choose_layout
 from pion_server.store.vstore import VStore
+
+if TYPE_CHECKING:
+    from pion_server.store.tensor_file import TensorFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class Exports:
         self._directory = directory or data_directory / "pion-export"
         self._mark = f"export-{worker}-"
         if directory is not None:
+            import hashlib
+
             # Other servers may use the same directory: each knows its own files by its data's home.
             home = hashlib.blake2b(os.fsencode(data_directory.resolve()), digest_size=6)
             self._mark += f"{home.hexdigest()}-"
@@ -115,6 +118,8 @@ class Exports:
 
         Raises NotFound and BadArgument; nothing is written yet.
         """
+        from pion_server.store.tensor_file import Side, TensorFile, choose_layout
+
         with self._vstore.lock:
             sessions = [self._vstore.session(sid) for sid in (request.k_sid, request.v_sid)]
             for session in sessions:
@@ -164,7 +169,7 @@ class Exports:
         content = draft.content
         directory = self._open_directory()
         self._make_room(content.nbytes)
-        name = f"{self._mark}{secrets.token_hex(8)}.safetensors"
+        name = f"{self._mark}{os.urandom(8).hex()}.safetensors"
         target, draft_path = directory / name, directory / f".tmp-{name}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         file = StoreFile(draft_path, os.open(draft_path, flags, PRIVATE_FILE))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
 import struct
 import sys
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ctypes
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _F_PUNCHHOLE = 99
 _FPUNCHHOLE = struct.Struct("=IIqq")
 
-_libc = ctypes.CDLL(None, use_errno=True)
+
+@cache
+def _libc() -> ctypes.CDLL:
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def punch_hole(fd: int, offset: int, length: int) -> None:
@@ -24,7 +33,9 @@ def punch_hole(fd: int, offset: int, length: int) -> None:
     if sys.platform == "darwin":
         fcntl.fcntl(fd, _F_PUNCHHOLE, _FPUNCHHOLE.pack(0, 0, offset, length))
         return
-    fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)
+    import ctypes
+
+    fallocate = getattr(_libc(), "fallocate64", None) or getattr(_libc(), "fallocate", None)
     if fallocate is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     wide = ctypes.c_int64

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import numpy as np
-
 from pion_server.errors import DamagedEntry
 from pion_server.formats import Format, Run
 from pion_server.payload import Chunk, FileSpan, Payload
@@ -228,6 +226,8 @@ class StoredRows:
                 yield self.format.pack(run)
 
     def _decoded_chunks(self) -> Iterator[Chunk]:
+        import numpy as np
+
         width = self.format.dim * 4
         for run in self.runs(max(1, DECODE_BYTES // width)):
             if isinstance(run, Gap):

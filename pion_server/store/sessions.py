@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from pion_server.formats import Format
 from pion_server.store.rows import Extents
 from pion_server.store.schema import Schema
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 K_SUFFIX, V_SUFFIX = b"_pk", b"_pv"
 
@@ -54,6 +56,8 @@ class Blocks:
     @cached_property
     def sorted(self) -> NDArray[np.uint64]:
         """The distinct hashes in ascending order, for membership searches."""
+        import numpy as np
+
         return np.unique(np.frombuffer(self.hashes, dtype="<u8"))
 
     @property

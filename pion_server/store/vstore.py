@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from pion_server.errors import BadArgument, NotFound
 from pion_server.formats import Format, InputType
 from pion_server.payload import Buffer
@@ -456,6 +454,8 @@ class VStore:
 
 def membership(blocks: Blocks, probes: Buffer) -> bytes:
     """Bit i set iff probe i stands in the table; sorted search, O(K log N)."""
+    import numpy as np
+
     table = blocks.sorted
     wanted = np.frombuffer(probes, dtype="<u8")
     places = np.minimum(np.searchsorted(table, wanted), len(table) - 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
@@ -21,6 +20,8 @@ def check_password(password: str | None, *given: Buffer) -> Coroutine[Any, Any, 
     """
     if password is None:
         raise BadArgument("Client sent AUTH, but no password is set")
+    import hmac
+
     expected = password.encode()
     # Every candidate is compared: how long that takes says nothing about which was right.
     right = [hmac.compare_digest(bytes(word), expected) for word in given]

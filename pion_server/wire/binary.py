@@ -14,12 +14,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-import numpy as np
-
 from pion_server.errors import ColdMiss, CommandError
 from pion_server.payload import Buffer, Payload
 from pion_server.wire.replies import Outgoing
-from pion_server.wire.resp import Limits, ProtocolError
+from pion_server.wire.resp import Limits, ProtocolError, fresh_buffer
 
 MAGIC = 0xCA5E
 HEADER = struct.Struct("<HBI")
@@ -114,8 +112,7 @@ class FrameParser:
         here = memoryview(self._data)[self._pos : self._pos + length]
         self._command, self._length, self._filled = command, length, len(here)
         if length <= self.limits.bulk:
-            # numpy hands out memory that costs nothing until it is written.
-            self._body = np.empty(length, np.uint8).data
+            self._body = fresh_buffer(length)
             self._body[: len(here)] = here
         self._pos += len(here)
         return self.next_request() if self._filled == length else None

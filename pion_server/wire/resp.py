@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from pion_server.payload import Buffer
 from pion_server.wire.inline import INLINE_LIMIT, UnbalancedQuotes, split_inline
 
@@ -45,17 +43,22 @@ class ProtocolError(Exception):
     """The peer does not speak RESP, or asks for too much; the text after `ERR Protocol error: `."""
 
 
+def fresh_buffer(nbytes: int) -> memoryview:
+    """Memory to be filled; a large one costs nothing until it is, so a header alone is free."""
+    if nbytes <= SCRATCH:
+        return memoryview(bytearray(nbytes))
+    import numpy as np  # a server starts without it
+
+    return np.empty(nbytes, np.uint8).data
+
+
 class _Bulk:
     """A bulk string under way, with room for the CRLF behind it."""
 
     __slots__ = ("filled", "length", "view")
 
     def __init__(self, length: int) -> None:
-        # numpy hands out memory that costs nothing until it is written: a header alone is free.
-        if length > SCRATCH:
-            self.view = np.empty(length + 2, np.uint8).data
-        else:
-            self.view = memoryview(bytearray(length + 2))
+        self.view = fresh_buffer(length + 2)
         self.length = length
         self.filled = 0
 

@@ -409,7 +409,8 @@ def test_connections_leave_no_files_open(alone: ServerProcess) -> None:
         client = alone.client()
         client.send(client.pack("T.LAZY", 5 * MB) if i % 2 else b"*x\r\n")
         client.close()
-    assert until(lambda: probe.call("T.FILES") == before)
+    # Fewer, if a module was just being read when they were counted first.
+    assert until(lambda: probe.call("T.FILES") <= before)
 
 
 def test_sigterm_finishes_what_is_running(alone: ServerProcess) -> None:
