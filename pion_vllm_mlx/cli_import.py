@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pion_patches.pieces import RebuildError, UnsupportedCache
     from pion_vllm_mlx.restore import Miss
-    from pion_vllm_mlx.ship import StoreFailed, Unstorable
+    from pion_vllm_mlx.ship import StoreFailed
+    from pion_vllm_mlx.shipment import Unstorable
     from pion_vllm_mlx.transport import TransportError
 
     try:
@@ -64,7 +65,8 @@ def _import(options: argparse.Namespace) -> str:
     from pion_vllm_mlx.file_description import read_description
     from pion_vllm_mlx.kv_bits import KvBits
     from pion_vllm_mlx.restore import has_manifest
-    from pion_vllm_mlx.ship import pack_prefix, store_prefix
+    from pion_vllm_mlx.ship import Outcome, store_prefix
+    from pion_vllm_mlx.shipment import pack_prefix
     from pion_vllm_mlx.tier import Tier
 
     path: Path = options.file
@@ -93,7 +95,7 @@ def _import(options: argparse.Namespace) -> str:
     shipment = pack_prefix(
         image, ids, fingerprint, Tier(), prefill_ms=prefill_ms, prefill_step=said.prefill_step
     )
-    if not store_prefix(server, namespace, shipment):
+    if store_prefix(server, namespace, shipment).outcome is Outcome.BUSY:
         raise Failed("another client is storing a prefix under this name; try again later")
     return f"stored {len(ids):,} tokens ({shipment.nbytes:,} bytes) as {options.namespace}"
 

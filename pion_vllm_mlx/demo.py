@@ -213,8 +213,7 @@ def _print_result(console: Console, name: str, outcomes: list[Outcome], account:
     from rich.text import Text
 
     a, b, c = outcomes
-    # A's request also waited for the store, which a request without Pion would not.
-    cold = a.ttft - a.store
+    cold = a.ttft
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("process")
     table.add_column("prefix")

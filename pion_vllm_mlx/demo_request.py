@@ -122,6 +122,7 @@ def measure(job: Job) -> Outcome:
                 ttft = time.perf_counter() - started
             tokens.append(int(token))
             _report("token", len(tokens), job.new_tokens)
+        prompt_cache.flush()
         stats = prompt_cache.stats()
     answer = tokens[: next((i for i, t in enumerate(tokens) if t in tokenizer.eos_token_ids), None)]
     return Outcome(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from pion_patches.cache_rebuild import CacheImage
+from pion_vllm_mlx.process_lock import ProcessLock
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class HeldPrefixes:
         self._budget = budget
         self._entries: OrderedDict[bytes, Held] = OrderedDict()
         self._nbytes = 0
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     def get(
         self, namespace: bytes, ids: tuple[int, ...] | int, fingerprint: str

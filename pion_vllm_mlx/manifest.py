@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -88,6 +88,13 @@ class Manifest:
     leaves: tuple[LeafEntry, ...]
     prefill_ms: int
     prefill_step: int
+
+    def pieces(self) -> Iterator[tuple[str, Rows]]:
+        """Every piece that is rows, each with its side, "keys" or "values"."""
+        for leaf in self.leaves:
+            for side, rows in (("keys", leaf.keys), ("values", leaf.values)):
+                if rows is not None:
+                    yield side, rows
 
 
 def mismatch(manifest: Manifest, ids: Sequence[int] | int, fingerprint: str) -> str | None:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import xxhash
 
-from pion_patches.pieces import NATIVE_FORMAT, RowLayout, RowPiece, dtype_named
+from pion_patches.pieces import NATIVE_FORMAT, RowLayout, RowPiece, dtype_named, join_parts
 from pion_server.formats import Format, InputType, Run, make_format
 from pion_vllm_mlx.manifest import Rows
 
@@ -24,6 +24,12 @@ _INPUT: Final = {
 }
 #: Half of what f16 can hold, whose range is the smallest of all: no number below may overflow.
 _NEAR_F16_MAX: Final = 32752.0
+#: What rounds to infinity when it is read: halfway from the largest number to the next.
+_TOO_LARGE: Final = {
+    InputType.F16: 65520.0,
+    InputType.BF16: 2.0**128 - 2.0**119,
+    InputType.F32: float("inf"),
+}
 
 
 def row_format(store: str, layout: RowLayout) -> Format:
@@ -46,29 +52,47 @@ def is_lossless(rows: Rows) -> bool:
 
 
 def pack_piece(piece: RowPiece, fmt: Format) -> memoryview:
-    """All rows of a piece as PACKED bytes of `fmt`; MLX's own memory where nothing is encoded.
+    """All rows of a piece as PACKED bytes of `fmt`; see `pack_rows`."""
+    return pack_rows(piece.views(), piece.layout, piece.rows, fmt)
 
-    The view keeps the memory alive. `fmt` as `row_format` gives it for this piece.
+
+def pack_rows(views: Sequence[memoryview], layout: RowLayout, rows: int, fmt: Format) -> memoryview:
+    """All rows of a piece as PACKED bytes of `fmt`; the very memory where nothing is encoded.
+
+    `views`: the bytes of each part, `RowPiece.views`. MLX is not used, so any thread may do it.
+    `fmt` as `row_format` gives it for this layout.
 
     Raises ValueError for numbers an encoding would turn into quite others: NaN and infinities,
     and those that would be read as infinite.
     """
-    if fmt.name == piece.layout.store_format:
-        return piece.to_bytes()
-    run = fmt.encode(piece.to_bytes(), piece.rows, _INPUT[piece.layout.dtypes[0]])
+    data = join_parts(views, layout, rows)
+    if fmt.name == layout.store_format:
+        return data
+    given = _INPUT[layout.dtypes[0]]
+    run = fmt.encode(data, rows, given)
     if fmt.name != "fp32":  # which holds every number of every other type
-        _refuse_losses(piece, fmt, run)
+        _refuse_losses(data, given, fmt, run)
     return memoryview(fmt.pack(run))
 
 
-def _refuse_losses(piece: RowPiece, fmt: Format, run: Run) -> None:
-    (numbers,) = piece.parts
-    if not mx.isfinite(numbers).all().item():
+def _refuse_losses(data: memoryview, given: InputType, fmt: Format, run: Run) -> None:
+    largest = _largest(data, given)
+    if not np.isfinite(largest):
         raise ValueError(f"{fmt.name} keeps no NaN and no infinity")
-    if mx.abs(numbers).max().item() > _NEAR_F16_MAX:  # type: ignore[operator]
-        read = mx.array(fmt.decode(run)).astype(numbers.dtype)
-        if not mx.isfinite(read).all().item():
-            raise ValueError(f"{fmt.name} overflows on these numbers")
+    if largest > _NEAR_F16_MAX and not np.abs(fmt.decode(run)).max() < _TOO_LARGE[given]:
+        raise ValueError(f"{fmt.name} overflows on these numbers")
+
+
+def _largest(data: memoryview, given: InputType) -> float:
+    """The largest magnitude; NaN or infinity where there is one."""
+    # Magnitudes are ordered as their words are, infinity above all numbers, NaN above it.
+    if given is InputType.F32:
+        word = (np.frombuffer(data, np.uint32) & 0x7FFFFFFF).max()
+        return float(word.view(np.float32))
+    word = (np.frombuffer(data, np.uint16) & 0x7FFF).max()
+    if given is InputType.F16:
+        return float(word.view(np.float16))
+    return float((word.astype(np.uint32) << np.uint32(16)).view(np.float32))
 
 
 class Landing:

@@ -33,8 +33,9 @@ from pion_vllm_mlx.held import HeldPrefixes
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
 from pion_vllm_mlx.prefill import Progress, prefill
+from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.restore import Miss, fetch_prefix, find_prefix, has_manifest
-from pion_vllm_mlx.ship import StoreFailed, Unstorable, pack_prefix, store_prefix
+from pion_vllm_mlx.storing import Mode, Storing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Lane, Patience, TransportError
@@ -43,13 +44,14 @@ from pion_vllm_mlx.transport.endpoint import Endpoint
 DEFAULT_PORT: Final = 1974
 PREFILL_STEP: Final = 512
 HELD_BYTES: Final = 1 << 30
+STORE_WAIT: Final = 10.0
 
 
 class PionPromptCache:
     """The shared prefixes of one model: kept in this process, and on one server.
 
-    Thread-safe as far as the model is: restores and stores of several threads take turns on one
-    connection. A context manager.
+    Thread-safe: restores of several threads take turns on one connection, prefills on the model.
+    A context manager.
     """
 
     make_namespace = staticmethod(make_namespace)
@@ -73,6 +75,8 @@ class PionPromptCache:
         timeout: float = 0.25,
         model_path: str | Path | None = None,
         held_bytes: int = HELD_BYTES,
+        store: Mode = "background",
+        store_wait: float = STORE_WAIT,
         lane: Lane | None = None,
     ) -> None:
         """Nothing is sent yet, and no server need be there.
@@ -93,6 +97,10 @@ class PionPromptCache:
             model_path: where the weights were loaded from, so that their hash can be kept between
                 processes; see `model_fingerprint`.
             held_bytes: how much this process keeps for itself; 0 keeps nothing.
+            store: what becomes of a computed prefix. "background": it is stored after the call has
+                returned, by a thread; `flush` waits for it. "sync": before the call returns. "off":
+                not at all.
+            store_wait: seconds that `close` and the end of the interpreter wait for stores.
             lane: another way to the server than TCP.
 
         Raises ValueError for arguments that mean nothing.
@@ -115,6 +123,7 @@ class PionPromptCache:
             host, port, username=username, password=password, connect_timeout=timeout
         )
         self._tally = Tally()
+        self._prefilling = ProcessLock(reentrant=True)
         self._held = HeldPrefixes(held_bytes)
         #: Split prefixes for `make_pion_prompt_cache`, by namespace.
         self._mlx_prefix_kv = InprocStore()
@@ -122,6 +131,9 @@ class PionPromptCache:
         slots = classify(self._template(quantized_kv_start))
         if softmax_bitexact and is_hybrid(slots):
             self._tier = Tier()
+        self._storing = Storing(
+            store, self._lane, self._tier, self._tally, prefill_step_size, store_wait
+        )
         self.fingerprint()
 
     def get_or_prefill(
@@ -150,10 +162,11 @@ class PionPromptCache:
             return template
         fingerprint = self.fingerprint()
         cache = self._from_process(name, ids, fingerprint)
+        damaged = 0
         if cache is None:
-            cache = self._from_server(name, ids, fingerprint)
+            cache, damaged = self._from_server(name, ids, fingerprint)
         if cache is None:
-            cache = self._from_model(name, ids, fingerprint, progress)
+            cache = self._from_model(name, ids, fingerprint, progress, damaged)
         if is_installed():
             self._hold_split(name, ids, fingerprint, cache)
         return cache
@@ -167,7 +180,7 @@ class PionPromptCache:
         name = check_namespace(namespace)
         fingerprint = self.fingerprint()
         cache = self._from_process(name, tokens, fingerprint)
-        return cache if cache is not None else self._from_server(name, tokens, fingerprint)
+        return cache if cache is not None else self._from_server(name, tokens, fingerprint)[0]
 
     def lookup(self, namespace: str | bytes) -> bool:
         """Whether the server holds a whole prefix under this name; False if it cannot be asked."""
@@ -184,15 +197,28 @@ class PionPromptCache:
         """Figures since this object was made.
 
         hits, misses, hit_rate, miss_reasons (by word), hits_in_process, tokens_restored,
-        bytes_fetched, bytes_stored, stores, stores_skipped, stores_failed; milliseconds in
-        fetch_ms_total (a restore, from the first command to rebuilt caches), store_ms_total,
-        prefill_ms_total.
+        bytes_fetched, bytes_stored, stores, stores_skipped (it was there already, somebody else
+        is storing it, a newer one took its place, too many wait), stores_failed; milliseconds in
+        fetch_ms_total (a restore, from the first command to rebuilt caches), store_ms_total (of
+        this thread and the storing one), prefill_ms_total.
         """
         return self._tally.snapshot()
 
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait up to `timeout` seconds (None: `store_wait`) for the prefixes still being stored.
+
+        True if every store so far has ended and none has failed since the last `flush`.
+        """
+        return self._storing.flush(timeout)
+
     def close(self) -> None:
-        """Let go of the connection and of what is held in process. The object stays usable."""
+        """Let go of the connections and of what is held in process. The object stays usable.
+
+        Calls going on in other threads end soon, with a cold answer; stores have `store_wait`
+        seconds.
+        """
         self._lane.close()
+        self._storing.close()
         self._held.clear()
         self._mlx_prefix_kv.clear()
 
@@ -217,7 +243,7 @@ class PionPromptCache:
             cache = rebuild(self._template(image.tokens), image)
         except Exception as error:
             self._held.drop(name)
-            self._wonder("a prefix held in process could not be rebuilt", error)
+            self._tally.wonder("a prefix held in process could not be rebuilt", error)
             return None
         self._tally.add("hits")
         self._tally.add("hits_in_process")
@@ -226,90 +252,80 @@ class PionPromptCache:
 
     def _from_server(
         self, name: bytes, ids: tuple[int, ...] | int, fingerprint: str
-    ) -> list[Any] | None:
+    ) -> tuple[list[Any] | None, int]:
+        """A restored cache or None; then also the generation of a manifest found to be wrong."""
         started = time.perf_counter()
+        gen = 0
         try:
             found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
+            gen = found.gen
             restored = fetch_prefix(self._lane, name, found, self.timeout)
             cache = rebuild(self._template(restored.image.tokens), restored.image)
         except Miss as miss:
             self._tally.add_miss(miss.reason)
-            return None
+            return None, gen
         except TransportError:
             self._tally.add_miss("unavailable")
-            return None
+            return None, 0
         except RebuildError:
             self._tally.add_miss("rebuild")
-            return None
+            return None, gen
         except Exception as error:
             self._tally.add_miss("error")
-            self._wonder("a stored prefix could not be rebuilt", error)
-            return None
+            self._tally.wonder("a stored prefix could not be rebuilt", error)
+            return None, gen
         self._tally.add_seconds("fetch_ms_total", time.perf_counter() - started)
         self._tally.add("hits")
         self._tally.add("tokens_restored", restored.image.tokens)
         self._tally.add("bytes_fetched", restored.nbytes)
         self._hold(name, found.manifest.ids, fingerprint, restored.image)
-        return cache
+        return cache, 0
 
     def _from_model(
-        self, name: bytes, ids: tuple[int, ...], fingerprint: str, progress: Progress | None
+        self,
+        name: bytes,
+        ids: tuple[int, ...],
+        fingerprint: str,
+        progress: Progress | None,
+        damaged: int,
+    ) -> list[Any]:
+        # One thread at a time: a model's forward takes every core it can get.
+        waited = not self._prefilling.acquire(blocking=False)
+        if waited:
+            self._prefilling.acquire()
+        try:
+            cache = self._from_process(name, ids, fingerprint) if waited else None
+            if cache is not None:
+                return cache
+            return self._compute(name, ids, fingerprint, progress, damaged)
+        finally:
+            self._prefilling.release()
+
+    def _compute(
+        self,
+        name: bytes,
+        ids: tuple[int, ...],
+        fingerprint: str,
+        progress: Progress | None,
+        damaged: int,
     ) -> list[Any]:
         # Caches become quantised on the way, as mlx-lm's do, so they begin as they are.
         cache = KvBits().template(self.model, 0)
         step, kv_bits = self.prefill_step_size, self._kv_bits
         seconds = prefill(self.model, ids, cache, step, progress, kv_bits)
         self._tally.add_seconds("prefill_ms_total", seconds)
-        started = time.perf_counter()
         try:
             image = dismantle(cache, len(ids))
             self._hold(name, ids, fingerprint, image)
-            self._store(name, ids, fingerprint, image, round(seconds * 1000))
+            self._storing.store(name, ids, fingerprint, image, seconds, damaged)
         except UnsupportedCache as refusal:
             # Its classes are known, so it is this state: NaN, say. The caller still has use for it.
             self._tally.add("stores_failed")
             self._tally.warn_once("unsupported", "a prefix cannot be stored: %s", refusal)
         except Exception as error:
             self._tally.add("stores_failed")
-            self._wonder("a prefix could not be stored", error)
-        self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
+            self._tally.wonder("a prefix could not be stored", error)
         return cache
-
-    def _store(
-        self,
-        name: bytes,
-        ids: tuple[int, ...],
-        fingerprint: str,
-        image: CacheImage,
-        prefill_ms: int,
-    ) -> None:
-        if not self._lane.available:
-            self._tally.add("stores_failed")
-            return  # nothing is worth encoding for a server that was gone a moment ago
-        try:
-            shipment = pack_prefix(
-                image,
-                ids,
-                fingerprint,
-                self._tier,
-                prefill_ms=prefill_ms,
-                prefill_step=self.prefill_step_size,
-            )
-            stored = store_prefix(self._lane, name, shipment)
-        except TransportError:
-            self._tally.add("stores_failed")
-        except StoreFailed as failure:
-            # A stale fill only means that somebody else stored or dropped this prefix meanwhile.
-            self._tally.add("stores_failed" if failure.code != "STALE" else "stores_skipped")
-            if failure.code != "STALE":
-                self._tally.warn_once("store", "the server did not store a prefix: %s", failure)
-        except Unstorable as reason:
-            self._tally.add("stores_failed")
-            self._tally.warn_once("unstorable", "a prefix cannot be stored: %s", reason)
-        else:
-            self._tally.settle("store")
-            self._tally.add("stores" if stored else "stores_skipped")
-            self._tally.add("bytes_stored", shipment.nbytes if stored else 0)
 
     def _hold(self, name: bytes, ids: tuple[int, ...], fingerprint: str, image: CacheImage) -> None:
         if not lane_is_off():
@@ -329,7 +345,7 @@ class PionPromptCache:
         except CannotSplit:
             return  # `make_pion_prompt_cache` says why, to whoever asks for one
         except Exception as error:
-            self._wonder("a prefix could not be kept for split attention", error)
+            self._tally.wonder("a prefix could not be kept for split attention", error)
             return
         self._split_keys[namespace] = key
 
@@ -338,8 +354,3 @@ class PionPromptCache:
 
     def _quick(self) -> Patience:
         return Patience(first_byte=self.timeout, stall=2.0, total=10.0)
-
-    def _wonder(self, what: str, error: Exception) -> None:
-        """Tell once about an error that no case above foresees; the call goes on without."""
-        text = f"{type(error).__name__}: {error}"
-        self._tally.warn_once(what, "%s, going on without: %s", what, text)

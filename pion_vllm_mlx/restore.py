@@ -6,7 +6,7 @@ generation again, so that rows of two different fills can never be mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -99,10 +99,9 @@ def check_wanted(
     reason = mismatch(manifest, ids, fingerprint)
     if reason is not None:
         raise Miss(reason)
-    layers = sum(1 for leaf in manifest.leaves if leaf.keys or leaf.values)
-    for side, rows in _sides(manifest.leaves):
-        if not tier.accepts(side, rows.layer, layers, rows):
-            raise Miss("format", f"stored as {rows.store}")
+    refused = tier.refused(manifest)
+    if refused is not None:
+        raise Miss("format", f"stored as {refused.store}")
 
 
 def has_manifest(lane: Lane, namespace: bytes, patience: Patience) -> bool:
@@ -156,7 +155,7 @@ def _plan(namespace: bytes, manifest: Manifest) -> list[_Read]:
     reads: list[_Read] = []
     for side in ("keys", "values"):
         sid = session_id(namespace, side)
-        wanted = sorted((r for s, r in _sides(manifest.leaves) if s == side), key=_layer_of)
+        wanted = sorted((r for s, r in manifest.pieces() if s == side), key=_layer_of)
         landings = tuple(Landing(rows) for rows in wanted)
         counts = {rows.count for rows in wanted}
         if len(counts) == 1 and [rows.layer for rows in wanted] == list(range(len(wanted))):
@@ -227,13 +226,6 @@ class _Arrived:
 
     def _piece(self, side: str, rows: Rows | None) -> RowPiece | None:
         return None if rows is None else self._rows[side, rows.layer].piece()
-
-
-def _sides(leaves: Iterable[LeafEntry]) -> Iterator[tuple[str, Rows]]:
-    for leaf in leaves:
-        for side, rows in (("keys", leaf.keys), ("values", leaf.values)):
-            if rows is not None:
-                yield side, rows
 
 
 def _layer_of(rows: Rows) -> int:

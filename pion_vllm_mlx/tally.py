@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from typing import Any
+
+from pion_vllm_mlx.process_lock import ProcessLock
 
 log = logging.getLogger("pion_vllm_mlx")
 
@@ -14,7 +15,7 @@ class Tally:
     """Counts and milliseconds, and which troubles were already told."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._counts: Counter[str] = Counter()
         self._milliseconds: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
@@ -43,6 +44,11 @@ class Tally:
                 return
             self._told.add(trouble)
         log.warning(message, *values)
+
+    def wonder(self, what: str, error: Exception) -> None:
+        """Tell once about an error that no case foresees; the call goes on without."""
+        text = f"{type(error).__name__}: {error}"
+        self.warn_once(what, "%s, going on without: %s", what, text)
 
     def settle(self, trouble: str) -> None:
         """A trouble is over: the next one of its kind is told again."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from pion_patches.pieces import RowLayout
 from pion_server.formats import format_names
-from pion_vllm_mlx.manifest import Rows
+from pion_vllm_mlx.manifest import Manifest, Rows
 from pion_vllm_mlx.pieces import is_lossless, row_format
 
 log = logging.getLogger("pion_vllm_mlx")
@@ -63,6 +63,14 @@ class Tier:
     def accepts(self, side: str, layer: int, layers: int, rows: Rows) -> bool:
         """Whether a stored piece may be used: lossless, or what this policy would have stored."""
         return is_lossless(rows) or rows.store == self.store_for(side, layer, layers, rows.layout)
+
+    def refused(self, manifest: Manifest) -> Rows | None:
+        """The first piece of a stored prefix that may not be used, or None if all may."""
+        layers = sum(1 for leaf in manifest.leaves if leaf.keys or leaf.values)
+        for side, rows in manifest.pieces():
+            if not self.accepts(side, rows.layer, layers, rows):
+                return rows
+        return None
 
 
 @functools.cache

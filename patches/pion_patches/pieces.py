@@ -147,6 +147,18 @@ class RowLayout:
             raise RebuildError(f"{self.dtypes} of {self.widths} is no {self.fmt} row")
 
 
+def join_parts(views: Sequence[memoryview], layout: RowLayout, rows: int) -> memoryview:
+    """The bytes of all parts as rows `[rows][row_bytes]`; one part is the very same memory."""
+    if len(views) == 1:
+        return views[0]
+    table = np.empty((rows, layout.row_bytes), dtype=np.uint8)
+    at = 0
+    for view, width in zip(views, layout.part_bytes, strict=True):
+        table[:, at : at + width] = np.frombuffer(view, dtype=np.uint8).reshape(rows, width)
+        at += width
+    return memoryview(table.reshape(-1).data)
+
+
 @dataclass(frozen=True, slots=True)
 class RowPiece:
     """K or V of one attention leaf, a row a token: `parts` are arrays `[N, width_i]`.
@@ -179,15 +191,14 @@ class RowPiece:
 
         One part is MLX's own memory, which the view keeps alive; several are copied.
         """
-        if len(self.parts) == 1:
-            return array_bytes(self.parts[0])
-        table = np.empty((self.rows, self.layout.row_bytes), dtype=np.uint8)
-        at = 0
-        for part, width in zip(self.parts, self.layout.part_bytes, strict=True):
-            words = np.frombuffer(array_bytes(part), dtype=np.uint8)
-            table[:, at : at + width] = words.reshape(self.rows, width)
-            at += width
-        return memoryview(table.reshape(-1).data)
+        return join_parts(self.views(), self.layout, self.rows)
+
+    def views(self) -> tuple[memoryview, ...]:
+        """The bytes of each part, in MLX's own memory, which they keep alive.
+
+        They may be read by any thread, without MLX.
+        """
+        return tuple(array_bytes(part) for part in self.parts)
 
     @classmethod
     def from_buffer(cls, data: Buffer, layout: RowLayout, rows: int) -> RowPiece:

@@ -103,5 +103,8 @@ class Lane(Protocol):
         whole. Error replies are values.
         """
 
+    def twin(self) -> Lane:
+        """Another lane to the same server, which shares what is known of its outages."""
+
     def close(self) -> None:
         """Let go of the connection; a later exchange may open a new one."""

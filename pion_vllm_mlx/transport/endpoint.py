@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.transport import (
     Command,
     Patience,
@@ -24,6 +24,36 @@ log = logging.getLogger("pion_vllm_mlx")
 
 #: Seconds without any attempt after a failure: a dead server costs one call its deadline, not all.
 PAUSE: Final = 5.0
+
+
+class Outage:
+    """Since when a server does not answer, as far as the lanes to it know."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._resume_at = 0.0
+        self._failing = False
+
+    @property
+    def over(self) -> bool:
+        """False during the pause after a failure."""
+        return self.clock() >= self._resume_at
+
+    def begin(self, server: Endpoint, reason: str) -> None:
+        """Pause; the first of a row of failures is told."""
+        self._resume_at = self.clock() + PAUSE
+        if not self._failing:
+            log.warning(
+                "%s: %s. Prefixes are computed locally; next attempt in %g s.",
+                server,
+                reason,
+                PAUSE,
+            )
+        self._failing = True
+
+    def end(self) -> None:
+        """An exchange went well."""
+        self._failing = False
 
 
 class Endpoint:
@@ -45,23 +75,33 @@ class Endpoint:
         password: str | None = None,
         connect_timeout: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
+        outage: Outage | None = None,
     ) -> None:
         """`connect_timeout` (seconds) covers name resolution, connecting and authenticating."""
         self.host, self.port = host, port
         self._username, self._password = username, password
         self._connect_timeout = connect_timeout
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._outage = outage or Outage(clock)
+        self._lock = ProcessLock()
         self._connection: RespConnection | None = None
-        self._resume_at = 0.0
-        self._failing = False
         #: Connections opened so far.
         self.connects = 0
 
     @property
     def available(self) -> bool:
         """False during the pause after a failure."""
-        return self._clock() >= self._resume_at
+        return self._outage.over
+
+    def twin(self) -> Endpoint:
+        """Another connection to the same server; an outage of one is an outage of both."""
+        return Endpoint(
+            self.host,
+            self.port,
+            username=self._username,
+            password=self._password,
+            connect_timeout=self._connect_timeout,
+            outage=self._outage,
+        )
 
     def exchange(
         self, commands: Sequence[Command], patience: Patience, *, retry: bool = True
@@ -77,12 +117,12 @@ class Endpoint:
                 replies = self._attempt(commands, patience, retry)
             except TransportError as error:
                 self._close()
-                self._pause(str(error))
+                self._outage.begin(self, str(error))
                 raise
             except BaseException:
                 self._close()
                 raise
-            self._failing = False
+            self._outage.end()
             return replies
 
     def close(self) -> None:
@@ -126,14 +166,6 @@ class Endpoint:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-    def _pause(self, reason: str) -> None:
-        self._resume_at = self._clock() + PAUSE
-        if not self._failing:
-            log.warning(
-                "%s: %s. Prefixes are computed locally; next attempt in %g s.", self, reason, PAUSE
-            )
-        self._failing = True
 
     def __str__(self) -> str:
         return f"pion-server {self.host}:{self.port}"

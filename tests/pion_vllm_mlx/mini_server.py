@@ -19,7 +19,8 @@ class MiniServer(FakePeer):
     def __init__(self, meddle: Meddler | None = None, port: int = 0) -> None:
         self.meddle = meddle
         self.manifests: dict[bytes, tuple[int, bytes]] = {}
-        self.fills: dict[bytes, int] = {}
+        #: Generation and connection (its thread) of each open fill.
+        self.fills: dict[bytes, tuple[int, int]] = {}
         self.rows: dict[tuple[bytes, bytes], bytearray] = {}
         self.widths: dict[tuple[bytes, bytes], int] = {}
         self.blobs: dict[tuple[bytes, bytes], bytes] = {}
@@ -36,8 +37,11 @@ class MiniServer(FakePeer):
         return again
 
     def gone(self, sock: socket.socket) -> None:
-        """Any disconnect ends the open fills; enough for tests with one writer."""
-        self.fills.clear()
+        """A disconnect ends the connection's fills."""
+        with self._guard:
+            mine = [ns for ns, fill in self.fills.items() if fill[1] == threading.get_ident()]
+            for ns in mine:
+                del self.fills[ns]
 
     def _answer_and_meddle(self, words: Words) -> Answer:
         with self._guard:
@@ -47,14 +51,14 @@ class MiniServer(FakePeer):
     def _answer(self, words: Words) -> Answer:
         match words:
             case [b"KV.PREFIX.META", ns, b"BEGIN"]:
-                if ns in self.fills:
+                if ns in self.fills and self.fills[ns][1] != threading.get_ident():
                     return b":0\r\n"
                 self._gen += 1
-                self.fills[ns] = self._gen
+                self.fills[ns] = (self._gen, threading.get_ident())
                 self.manifests.pop(ns, None)
                 return b":%d\r\n" % self._gen
             case [b"KV.PREFIX.META", ns, b"SET", gen, blob]:
-                if self.fills.get(ns) != int(gen):
+                if self.fills.get(ns, (0, 0))[0] != int(gen):
                     return b"-STALE fill\r\n"
                 del self.fills[ns]
                 self.manifests[ns] = (int(gen), blob)
@@ -72,11 +76,12 @@ class MiniServer(FakePeer):
             case [b"KV.PREFIX.LOOKUP", ns, *_]:
                 return b"+HIT\r\n" if ns in self.manifests else b"+MISS\r\n"
             case [b"KV.PREFIX.REGISTER" | b"KV.PREFIX.REGISTER.SCHEMA", ns, *_]:
+                # Always as if the formats had changed, so that a client has to send every row.
                 for key in [key for key in self.rows if key[0] in (ns + b"_pk", ns + b"_pv")]:
                     del self.rows[key]
                 return OK
             case [b"V.STOREBATCH", sid, layer, start, count, blob, b"FMT", b"PACKED", b"GEN", gen]:
-                if self.fills.get(sid[:-3]) != int(gen):
+                if self.fills.get(sid[:-3], (0, 0))[0] != int(gen):
                     return b"-STALE fill\r\n"
                 width = len(blob) // int(count)
                 rows = self.rows.setdefault((sid, layer), bytearray())

@@ -122,14 +122,14 @@ def bits(model: Any, cache: list[Any], start: int = TOKENS) -> bytes:
 
 def fetch(server: Server, model: Any, namespace: str, ids: list[int] = IDS) -> bytes:
     """A hit of a client of its own, continued."""
-    with PionPromptCache(model, port=server.port, timeout=PATIENT) as pc:
+    with PionPromptCache(model, port=server.port, timeout=PATIENT, store="sync") as pc:
         cache = pc.get_or_prefill(ids, namespace)
         assert pc.stats()["hits"] == 1, pc.stats()["miss_reasons"]
         return bits(model, cache, len(ids))
 
 
 def put(server: Server, model: Any, namespace: str, ids: list[int] = IDS, **how: Any) -> list[Any]:
-    with PionPromptCache(model, port=server.port, timeout=PATIENT, **how) as pc:
+    with PionPromptCache(model, port=server.port, timeout=PATIENT, store="sync", **how) as pc:
         cache = pc.get_or_prefill(ids, namespace)
         assert pc.stats()["stores"] == 1
         return cache
@@ -198,7 +198,7 @@ def test_codes_of_kv_bits_travel_as_they_are(
     command(*words, *made, "--trust")
     loaded = bits(model, load_prompt_cache(str(file)))
     settings: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32}
-    with PionPromptCache(model, port=shared.port, timeout=PATIENT, **settings) as pc:
+    with PionPromptCache(model, port=shared.port, timeout=PATIENT, store="sync", **settings) as pc:
         assert bits(model, pc.get_or_prefill(IDS, namespace)) == loaded
         assert pc.stats()["hits"] == 1
     command("export", back, *names)
@@ -216,7 +216,7 @@ def test_mlx_lm_generate_takes_an_exported_file(
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.setattr(sys, "argv", words)
         importlib.import_module("mlx_lm.generate").main()
-    with PionPromptCache(llama, port=shared.port, timeout=PATIENT) as pc:
+    with PionPromptCache(llama, port=shared.port, timeout=PATIENT, store="sync") as pc:
         cache = pc.get_or_prefill(IDS, namespace)
     tokens, step = [], mx.array([[5, 6]])
     for _ in range(4):
@@ -243,7 +243,7 @@ def test_tokens_are_given_in_several_ways(
     option = {"--tokens": ("--tokens", str(IDS)[1:-1]), "-": ("--prompt", "-")}
     words = option.get(how, ("--tokens-file", plain))
     command("import", file, "--model", folders / "llama", "--namespace", namespace, *words)
-    with PionPromptCache(llama, port=shared.port, timeout=PATIENT) as pc:
+    with PionPromptCache(llama, port=shared.port, timeout=PATIENT, store="sync") as pc:
         assert pc.lookup(namespace)
     assert fetch(shared, llama, namespace) == bits(llama, load_prompt_cache(str(file)))
 
@@ -451,7 +451,7 @@ def test_server_or_model_that_is_not_there_is_one_line(
         write_file(llama, file)
     else:
         put(command.server, llama, namespace)
-        with PionPromptCache(llama, port=command.server.port, timeout=PATIENT) as pc:
+        with PionPromptCache(llama, port=command.server.port, timeout=PATIENT, store="sync") as pc:
             assert pc.lookup(namespace)
     words = (name, file, "--namespace", namespace, "--tokens", "1,2")
     assert f"cannot load {absent}: " in command.refused(*words, "--model", absent)

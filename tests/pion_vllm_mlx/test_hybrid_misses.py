@@ -66,7 +66,7 @@ def warm(
 ) -> tuple[bytes, Stats]:
     """The bits of one call of a client of its own, and that client's figures."""
     model = MODELS[family, seed]
-    with PionPromptCache(model, port=server.port, timeout=PATIENT) as pc:
+    with PionPromptCache(model, port=server.port, timeout=PATIENT, store="sync") as pc:
         cache = pc.get_or_prefill(PREFIX[:prefix], namespace)
         return continuation(family, model, cache, prefix, CALLS).tobytes(), pc.stats()
 
@@ -174,7 +174,7 @@ def test_a_foreign_blob_is_a_miss(
     """E02, C09: what the manifest was not written for."""
     other = f"{namespace}-other"
     warm(shared, namespace)
-    with PionPromptCache(MODELS[HYBRID, 1], port=shared.port, timeout=PATIENT) as pc:
+    with PionPromptCache(MODELS[HYBRID, 1], port=shared.port, timeout=PATIENT, store="sync") as pc:
         pc.get_or_prefill(PREFIX[::-1], other)
     blob = shared.client().call("SSM.PREFIX.FETCH", other, 1)
     rewrite(shared, namespace, 1, lambda own: foreign(own, blob), honest=False)
@@ -273,7 +273,7 @@ def test_what_a_caller_does_to_its_cache_reaches_nobody_else(
     monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", lane)
     model = MODELS[HYBRID, 1]
     answers = set()
-    with PionPromptCache(model, port=shared.port, timeout=PATIENT) as pc:
+    with PionPromptCache(model, port=shared.port, timeout=PATIENT, store="sync") as pc:
         for _ in range(3):
             cache = pc.get_or_prefill(PREFIX, namespace)
             answers.add(continuation(HYBRID, model, cache, TOKENS, CALLS).tobytes())
@@ -324,7 +324,7 @@ def test_a_state_that_is_not_finite_is_the_callers_but_never_stored(
     """C04: a model that overflows answers what it answers; one warning, nothing on the server."""
     model: Any = build("mamba2", seed=1)
     model.backbone.layers[1].mixer.dt_bias[0] = mx.nan
-    with PionPromptCache(model, port=shared.port, timeout=PATIENT) as pc:
+    with PionPromptCache(model, port=shared.port, timeout=PATIENT, store="sync") as pc:
         for _ in range(2):
             cache = pc.get_or_prefill(PREFIX, namespace)
             said = continuation("mamba2", model, cache, TOKENS, (1,))

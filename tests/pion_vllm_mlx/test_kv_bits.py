@@ -47,7 +47,7 @@ def ask(
     server: Server, namespace: str, model: Any, **settings: Any
 ) -> tuple[bytes, dict[str, Any], list[Any]]:
     """One call of a client of its own: the bits that follow, its figures, the cache's classes."""
-    with PionPromptCache(model, port=server.port, timeout=PATIENT, **settings) as pc:
+    with PionPromptCache(model, port=server.port, timeout=PATIENT, store="sync", **settings) as pc:
         cache = pc.get_or_prefill(PREFIX, namespace)
         classes = [type(leaf) for leaf in cache]
         return continuation("", model, cache, TOKENS, CALLS).tobytes(), pc.stats(), classes
@@ -91,7 +91,9 @@ def test_a_prefix_continues_as_mlx_lm_itself_does(shared: Server, namespace: str
     for source in ("mlx-lm", "stored", "restored"):
         cache = cold
         if source != "mlx-lm":
-            with PionPromptCache(model, port=shared.port, timeout=PATIENT, **settings) as pc:
+            with PionPromptCache(
+                model, port=shared.port, timeout=PATIENT, store="sync", **settings
+            ) as pc:
                 cache = pc.get_or_prefill(PREFIX, namespace)
                 assert pc.stats()["hits"] == (source == "restored")
         suffix = mx.array(token_ids(TOKENS, 3))
@@ -143,7 +145,7 @@ def test_codes_held_in_process_are_the_same(
     monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "0")
     model, answers = tiny("llama"), set()
     settings: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32}
-    with PionPromptCache(model, port=shared.port, timeout=PATIENT, **settings) as pc:
+    with PionPromptCache(model, port=shared.port, timeout=PATIENT, store="sync", **settings) as pc:
         for _ in range(3):
             cache = pc.get_or_prefill(PREFIX, namespace)
             answers.add(continuation("", model, cache, TOKENS, CALLS).tobytes())

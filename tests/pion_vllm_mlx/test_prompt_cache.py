@@ -47,7 +47,9 @@ def namespace(request: pytest.FixtureRequest) -> str:
 
 
 def client(server: Server, model: Any = MODEL, **settings: Any) -> PionPromptCache:
-    return PionPromptCache(model, port=server.port, timeout=PATIENT, **settings)
+    return PionPromptCache(
+        model, port=server.port, timeout=PATIENT, **({"store": "sync"} | settings)
+    )
 
 
 def fetch(

@@ -35,7 +35,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def client(port: int, timeout: float = PATIENT, **settings: Any) -> PionPromptCache:
-    return PionPromptCache(MODEL, port=port, timeout=timeout, **settings)
+    return PionPromptCache(MODEL, port=port, timeout=timeout, **({"store": "sync"} | settings))
 
 
 def answer_of(prompt_cache: PionPromptCache, namespace: str = "ns") -> tuple[list[int], bytes]:
@@ -67,7 +67,7 @@ def test_a_filled_server_is_hit(filled: MiniServer) -> None:
     assert not filled.commands("V.STOREBATCH")
 
 
-COLD_COMMANDS = 10  # META GET, LOOKUP, BEGIN, REGISTER, 4 STOREBATCH, SET; one to spare
+COLD_COMMANDS = 12  # GET, LOOKUP, GET, GET, BEGIN, REGISTER, 4 STOREBATCH, SET; one to spare
 WARM_COMMANDS = 5  # META GET, LOOKUP, 2 FETCH, META GET
 
 
@@ -262,7 +262,7 @@ def test_an_exception_while_storing_is_one_cold_call(
 
     with MiniServer() as server, client(server.port) as pc:
         with monkeypatch.context() as patch:
-            patch.setattr("pion_vllm_mlx.prompt_cache.pack_prefix", fail)
+            patch.setattr("pion_vllm_mlx.storing.pack_prefix", fail)
             assert answer_of(pc) == COLD
         assert server.manifests == {}
         assert pc.stats()["stores_failed"] == 1

@@ -20,7 +20,8 @@ from pion_server.formats import InputType, format_names, make_format
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.pieces import pack_piece, row_format
 from pion_vllm_mlx.restore import fetch_prefix, find_prefix
-from pion_vllm_mlx.ship import pack_prefix, store_prefix
+from pion_vllm_mlx.ship import Outcome, store_prefix
+from pion_vllm_mlx.shipment import pack_prefix
 from pion_vllm_mlx.tier import NAMED, Tier
 from pion_vllm_mlx.transport import Patience
 from pion_vllm_mlx.transport.endpoint import Endpoint
@@ -58,7 +59,7 @@ def shared(module_server: Callable[..., Server]) -> Server:
 
 
 def client(server: Server, model: Any, **settings: Any) -> PionPromptCache:
-    return PionPromptCache(model, port=server.port, timeout=PATIENT, **settings)
+    return PionPromptCache(model, port=server.port, timeout=PATIENT, store="sync", **settings)
 
 
 def outcome(
@@ -348,7 +349,7 @@ def shipped(
         shipment = pack_prefix(
             dismantle(live, N), PREFIX, "a" * 64, tier, prefill_ms=1, prefill_step=512
         )
-        assert store_prefix(lane, name, shipment)
+        assert store_prefix(lane, name, shipment).outcome is Outcome.STORED
         patience = Patience(first_byte=PATIENT)
         found = find_prefix(lane, name, PREFIX, "a" * 64, tier, patience)
         return rebuild(template, fetch_prefix(lane, name, found, PATIENT).image)

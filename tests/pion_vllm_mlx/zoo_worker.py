@@ -74,7 +74,12 @@ def run_case(role: str, job: Job, case: Case) -> dict[str, Any]:
     prefilled: list[int] = []
     try:
         with PionPromptCache(
-            model, port=job.port, timeout=PATIENT, prefill_step_size=step, held_bytes=0
+            model,
+            port=job.port,
+            timeout=PATIENT,
+            prefill_step_size=step,
+            held_bytes=0,
+            store="sync",
         ) as pc:
             cache = pc.get_or_prefill(
                 token_ids(0, case.prefix), case.name, lambda done, _: prefilled.append(done)

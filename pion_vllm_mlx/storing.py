@@ -1,0 +1,140 @@
+"""What becomes of a computed prefix: stored before the call returns, after it, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final, Literal, TypeAlias, get_args
+
+from pion_patches.cache_rebuild import CacheImage
+from pion_vllm_mlx.background import Background, Job
+from pion_vllm_mlx.ship import Outcome, StoreFailed, store_prefix
+from pion_vllm_mlx.shipment import Shipment, Unstorable, pack_prefix
+from pion_vllm_mlx.tally import Tally
+from pion_vllm_mlx.tier import Tier
+from pion_vllm_mlx.transport import Lane, TransportError
+
+log = logging.getLogger("pion_vllm_mlx")
+
+Mode: TypeAlias = Literal["background", "sync", "off"]
+#: Bytes of prefixes that wait to be stored.
+WAITING_BYTES: Final = 1 << 30
+#: The caller's next step is the first token; a store waits this share of the prefill for it.
+_SHARE_OF_PREFILL: Final = 0.1
+_LONGEST_DELAY: Final = 1.0
+
+
+class Storing:
+    """Stores prefixes through one lane, counts how that went, and never raises.
+
+    In the background it has a lane of its own: a restore waits for no store.
+    """
+
+    def __init__(
+        self, mode: Mode, lane: Lane, tier: Tier, tally: Tally, prefill_step: int, patience: float
+    ) -> None:
+        """`patience`: seconds that `close` and the interpreter's end wait for the stores.
+
+        Raises ValueError for another mode or a wait that is no number of seconds.
+        """
+        if mode not in get_args(Mode):
+            raise ValueError(f"store is one of {', '.join(get_args(Mode))}")
+        if not patience >= 0:
+            raise ValueError("store_wait is a number of seconds, 0 or more")
+        self.mode = mode
+        self._tier = tier
+        self._tally = tally
+        self._prefill_step = prefill_step
+        self._lane = lane.twin() if mode == "background" else lane
+        self._background = Background(WAITING_BYTES, patience, self._lane.close)
+
+    def store(
+        self,
+        name: bytes,
+        ids: tuple[int, ...],
+        fingerprint: str,
+        image: CacheImage,
+        seconds: float,
+        damaged: int = 0,
+    ) -> None:
+        """Store a prefix that took `seconds` to compute, from evaluated arrays, or see to it.
+
+        `damaged`: see `store_prefix`.
+        """
+        if self.mode == "off":
+            return
+        if not self._lane.available:
+            self._tally.add("stores_failed")
+            return  # nothing is worth encoding for a server that was gone a moment ago
+        started = time.perf_counter()
+        try:
+            # In the caller's thread: MLX's arrays become bytes that any thread may read.
+            shipment = pack_prefix(
+                image,
+                ids,
+                fingerprint,
+                self._tier,
+                prefill_ms=round(seconds * 1000),
+                prefill_step=self._prefill_step,
+            )
+        except Exception as error:
+            self._fail(error)
+            return
+        finally:
+            self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
+        if self.mode == "sync":
+            self._send(name, shipment, damaged)
+            return
+        delay = min(_LONGEST_DELAY, _SHARE_OF_PREFILL * seconds)
+        job = Job(
+            name,
+            lambda: self._send(name, shipment, damaged),
+            image.nbytes,
+            time.monotonic() + delay,
+        )
+        queued, replaced = self._background.submit(job)
+        self._tally.add("stores_skipped", replaced + (not queued))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for the stores so far; True if all of them are done and none failed meanwhile."""
+        return self._background.flush(self._background.patience if timeout is None else timeout)
+
+    def close(self) -> None:
+        """Wait for the stores as long as was agreed, then give them up and let the lane go."""
+        if not self._background.flush(self._background.patience):
+            self._tally.add("stores_failed", self._background.abandon())
+        self._lane.close()
+
+    def _send(self, name: bytes, shipment: Shipment, damaged: int) -> bool:
+        started = time.perf_counter()
+        try:
+            receipt = store_prefix(self._lane, name, shipment, tier=self._tier, damaged=damaged)
+        except StoreFailed as failure:
+            # A stale fill only means that somebody else stored or dropped this prefix meanwhile.
+            if failure.code != "STALE":
+                self._fail(failure)
+                return False
+            self._tally.add("stores_skipped")
+        except Exception as error:
+            self._fail(error)
+            return False
+        else:
+            stored = receipt.outcome is Outcome.STORED
+            self._tally.settle("store")
+            self._tally.add("stores" if stored else "stores_skipped")
+            self._tally.add("bytes_stored", receipt.nbytes)
+        finally:
+            self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        self._tally.add("stores_failed")
+        match error:
+            case TransportError():
+                pass  # the lane tells about its outages
+            case StoreFailed():
+                self._tally.warn_once("store", "the server did not store a prefix: %s", error)
+            case Unstorable():
+                self._tally.warn_once("unstorable", "a prefix cannot be stored: %s", error)
+            case _:
+                self._tally.wonder("a prefix could not be stored", error)
