@@ -40,6 +40,8 @@ class Config:
     fa_window: int = 0
     sdpa_slots: int = 256
     sdpa_auto_warm: bool = False
+    decode_sessions: int = 256
+    decode_idle: int = 600
     keyspace_log: bool = True
     vstore_log: bool = True
     auto_save: bool = True

@@ -9,6 +9,7 @@ CommandError                the whole reply text after `-`, one line
 ├── DamagedEntry            ERR: a checksum or a read failed; only this entry is affected
 ├── EngineOff               ERR attention engine not available …
 ├── ColdMiss                -COLDMISS: demoted attention state, to be brought back by WARM
+├── Replay                  -REPLAY: a decode session is not held as its client believes
 ├── AuthRequired            -NOAUTH
 └── WrongPassword           -WRONGPASS
 """
@@ -70,6 +71,12 @@ class ColdMiss(CommandError):
     """The attention state was demoted; KV.PREFIX.WARM brings it back from stored rows."""
 
     prefix = "COLDMISS"
+
+
+class Replay(CommandError):
+    """A decode session that is not held, or not as long as said: its client begins a new one."""
+
+    prefix = "REPLAY"
 
 
 class AuthRequired(CommandError):

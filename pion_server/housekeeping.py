@@ -1,4 +1,4 @@
-"""What a server does by the clock: fsync each second, expired prefixes, compaction."""
+"""What a server does by the clock: fsync each second, expiry, idle sessions, compaction."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def start_housekeeping(state: ServerState) -> list[asyncio.Task[None]]:
 async def _expire(state: ServerState) -> None:
     while True:
         await asyncio.sleep(1.0)
+        state.attend.decodes.drop_idle()
         if state.vstore.expiry:
             async with state.writer_lock:
                 try:

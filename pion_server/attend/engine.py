@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_server.attend import portable, sparse
+from pion_server.attend.decode import Rows, Suffix
 from pion_server.attend.fallback import choose_operations
 from pion_server.attend.requests import (
     F32,
     BlockQuery,
+    DecodeStep,
     DenseQuery,
     FusedQuery,
     OneShot,
@@ -54,10 +56,9 @@ class Engine:
 
         The two views share the slot's memory; any thread may write to them.
         """
-        keys, values = (mx.zeros(shape, self.dtype) for _ in range(2))
-        mx.eval(keys, values)
-        slot = Slot(key, shape, keys, values, keys.nbytes + values.nbytes)
-        return slot, np.asarray(keys), np.asarray(values)
+        rows = _allocate(shape, self.dtype)
+        slot = Slot(key, shape, rows.keys, rows.values, rows.keys.nbytes + rows.values.nbytes)
+        return slot, rows.key_rows, rows.value_rows
 
     def answer(self, slot: Slot, request: Query) -> memoryview:
         """The reply's bytes: float32, as WIRE.md section 7 lays them out."""
@@ -70,6 +71,25 @@ class Engine:
                 return self._query_sparse(slot, request)
             case BlockQuery():
                 return self._query_blocks(slot, request)
+
+    def step(self, slot: Slot | None, suffix: Suffix, step: DecodeStep) -> memoryview:
+        """Append the step's rows; output [H_q][M][D] and log-sum-exp [H_q][M] of its queries.
+
+        `slot` may be None where there are no queries. Raises Replay.
+        """
+        suffix.append(step, _allocate)
+        if not step.queries.size:
+            return memoryview(b"")
+        assert slot is not None
+        assert suffix.rows is not None
+        out, lse = portable.decode(
+            mx.array(step.queries),
+            (slot.keys, slot.values),
+            (suffix.rows.keys[:, : suffix.length], suffix.rows.values[:, : suffix.length]),
+            step.head_map,
+            step.window,
+        )
+        return _reply(mx.concatenate([out.reshape(-1), lse.reshape(-1)]))
 
     def _query(self, slot: Slot, request: DenseQuery) -> memoryview:
         first = self._first(request.window, slot.shape.tokens)
@@ -163,6 +183,13 @@ def visible_tokens(
     packed = np.take_along_axis(indices, order, axis=1)
     filler = np.arange(width)[None] >= found[:, None]
     return np.where(filler, packed[:, :1] * (found[:, None] > 0), packed), found
+
+
+def _allocate(shape: Shape, dtype: mx.Dtype = mx.float32) -> Rows:
+    """K and V of zeros, for any thread to write to as numpy before they are computed with."""
+    keys, values = (mx.zeros(shape, dtype) for _ in range(2))
+    mx.eval(keys, values)
+    return Rows(keys, values, np.asarray(keys), np.asarray(values))
 
 
 def _reply(out: mx.array) -> memoryview:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 # Scores, their exponentials, gathered and widened K and V of one tile together.
 TILE_BYTES = 64 << 20
 _LEAST_TILE = 64
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,34 @@ def query_fused(
         return attend(folded, itertools.chain(prefix, suffix))
 
     return _by_kv_head(q, head_map, k.shape[0], part)
+
+
+def decode(
+    q: mx.array,
+    prefix: tuple[mx.array, mx.array],
+    suffix: tuple[mx.array, mx.array],
+    head_map: NDArray[np.int32],
+    window: int,
+) -> tuple[mx.array, mx.array]:
+    """Queries [H_q][M][D] at the last M positions of a suffix, over the prefix before it too.
+
+    `prefix` and `suffix` are K and V, `[H_kv][N][D]` and `[H_kv][S >= M][D]`. Causal; `window`
+    W > 0: the last W positions up to the query's own. Output as q, log-sum-exp [H_q][M].
+    """
+    many, total = q.shape[1], prefix[0].shape[1]
+    asked = total + suffix[0].shape[1] - many
+
+    def part(folded: mx.array, kv: slice | None) -> mx.array:
+        queries = Queries(asked, many, folded.shape[1], window)
+        tiles = itertools.chain.from_iterable(
+            placed_tiles(_heads(k, kv), _heads(v, kv), at, queries)
+            for at, (k, v) in ((0, prefix), (total, suffix))
+        )
+        top, denominator, weighted = _accumulate(folded, tiles)
+        return mx.concatenate([weighted / denominator, top + mx.log(denominator)], axis=-1)
+
+    joined = _by_kv_head(q, head_map, prefix[0].shape[0], part)
+    return joined[..., :-1], joined[..., -1]
 
 
 def query_sparse(
@@ -121,9 +150,12 @@ def _accumulate(q: mx.array, tiles: Iterable[Tile]) -> tuple[mx.array, mx.array,
     pending = 0
     for tile in tiles:
         scores = q @ tile.keys.astype(mx.float32).swapaxes(-1, -2)
-        if tile.mask is not None:
+        if tile.mask is None:
+            highest = mx.max(scores, axis=-1, keepdims=True)
+        else:
             scores = mx.where(tile.mask, scores, -mx.inf)
-        highest = mx.max(scores, axis=-1, keepdims=True)
+            # A row may see no key of this tile: its exponentials must be 0, not NaN.
+            highest = mx.maximum(mx.max(scores, axis=-1, keepdims=True), _LOWEST)
         if state is not None:
             highest = mx.maximum(state[0], highest)
         weights = mx.exp(scores - highest)
@@ -152,13 +184,37 @@ def prefix_tiles(k: mx.array, v: mx.array, first: int, rows: int) -> Iterator[Ti
 
 def suffix_tiles(k: mx.array, v: mx.array, many: int, rows: int) -> Iterator[Tile]:
     """A suffix [B][S][D] as M = `many` queries a head see it, `rows` = g * M of them together."""
-    total = k.shape[1]
-    offset = max(total - many, 0)
-    for start, end in _spans(0, total, k.shape[0] * 2 * rows):
+    return placed_tiles(k, v, 0, Queries(max(k.shape[1] - many, 0), many, rows))
+
+
+class Queries(NamedTuple):
+    """Where M = `many` queries a head stand: from position `at` on, `rows` = g * M of them.
+
+    They see what is not behind them, at most `window` positions with their own (0: all).
+    """
+
+    at: int
+    many: int
+    rows: int
+    window: int = 0
+
+
+def placed_tiles(k: mx.array, v: mx.array, at: int, queries: Queries) -> Iterator[Tile]:
+    """Keys [B][n][D] that stand from position `at` on, as those queries see them."""
+    first, last, window = queries.at, queries.at + queries.many - 1, queries.window
+    begin = max(first - window + 1 - at, 0) if window else 0
+    copied = 0 if k.dtype == mx.float32 else 2 * k.shape[2]
+    stop = min(last + 1 - at, k.shape[1])
+    for start, end in _spans(begin, stop, k.shape[0] * (2 * queries.rows + copied)):
         mask = None
-        if end > offset + 1:
-            seen = mx.arange(rows) % many + offset
-            mask = (mx.arange(start, end)[None] <= seen[:, None])[None]
+        later, gone = at + end - 1 > first, window and at + start <= last - window
+        if later or gone:
+            here = (mx.arange(queries.rows) % queries.many + first)[:, None]
+            tokens = mx.arange(at + start, at + end)[None]
+            mask = tokens <= here
+            if gone:
+                mask = mask & (tokens > here - window)
+            mask = mask[None]
         yield Tile(k[:, start:end], v[:, start:end], mask)
 
 
@@ -208,9 +264,9 @@ def _by_kv_head(
     """Fold q [H_q][M][D] by kv head, let `part` answer the folds, put the heads back in order.
 
     `part` takes scaled queries [B][g * M][D] and which B kv heads they read (None: all of them),
-    and answers as many.
+    and answers as many rows, of any width.
     """
-    heads, many, dim = q.shape
+    _, many, dim = q.shape
     groups = _groups(head_map.tobytes(), kv_heads)
     scaled = _scaled(q)
     if groups.order is not None:
@@ -221,12 +277,17 @@ def _by_kv_head(
         parts = mx.split(scaled, groups.cuts)
         out = mx.concatenate(
             [
-                part(one.reshape(1, -1, dim), slice(kv, kv + 1)).reshape(-1, many, dim)
+                _unfold(part(one.reshape(1, -1, dim), slice(kv, kv + 1)), many)
                 for kv, one in zip(groups.read, parts, strict=True)
             ]
         )
-    out = out.reshape(heads, many, dim)
+    out = _unfold(out, many)
     return out if groups.back is None else mx.take(out, groups.back, axis=0)
+
+
+def _unfold(rows: mx.array, many: int) -> mx.array:
+    """Rows [B][g * M][W] as [B * g][M][W]."""
+    return rows.reshape(-1, many, rows.shape[-1])
 
 
 class _Groups(NamedTuple):

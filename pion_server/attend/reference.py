@@ -75,6 +75,31 @@ def query_fused(
     return out
 
 
+def decode(
+    q: ArrayLike,
+    prefix: tuple[ArrayLike, ArrayLike],
+    suffix: tuple[ArrayLike, ArrayLike],
+    head_map: Sequence[int],
+    window: int = 0,
+) -> tuple[F64, F64]:
+    """DECODE.STEP once it has appended: output [H_q][M][D] and log-sum-exp [H_q][M].
+
+    Query m is at position N + S - M + m and sees the last `window` positions up to it (0: all).
+    """
+    queries = np.asarray(q, np.float64)
+    keys = np.concatenate([np.asarray(prefix[0]), np.asarray(suffix[0])], axis=1)
+    values = np.concatenate([np.asarray(prefix[1]), np.asarray(suffix[1])], axis=1)
+    heads, many, _ = queries.shape
+    out, lse = np.zeros(queries.shape), np.zeros((heads, many))
+    for h in range(heads):
+        for m in range(many):
+            end = keys.shape[1] - many + m + 1
+            seen = slice(max(end - window, 0) if window else 0, end)
+            kv = head_map[h]
+            out[h, m], lse[h, m] = attend_row(queries[h, m], keys[kv, seen], values[kv, seen])
+    return out, lse
+
+
 def query_sparse(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, ids: Sequence[Sequence[int]], first: int = 0
 ) -> F64:

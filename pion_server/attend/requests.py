@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # A word at run time: the commands are known, and a server is up, before numpy is loaded.
 F32: TypeAlias = "NDArray[np.float32]"
 
+TOKEN_BYTES = 16
+_POSITIONS = 2**31
+
 DIMS = (32, 64, 96, 128, 160, 192, 256, 512)
 BLOCK_MEAN, QUEST = 0, 1
 
@@ -187,6 +190,81 @@ class BlockQuery:
         _check_held(self.name, held, heads, dim)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """DECODE.STEP: rows for the suffix kept under `token`, and queries of its last positions.
+
+    `keys`, `values` [H_kv][S][D] go behind the first `length - drop` rows of a suffix that has
+    `length`; `queries` [H_q][M][D] stand at the last M positions then. `prefix` is the number of
+    prefix tokens its client counts on. `window` W > 0: each query sees the last W positions up to
+    its own, of prefix and suffix together; 0: all of them.
+    """
+
+    command: ClassVar[str] = "ATTEND.DECODE.STEP"
+    key: Key
+    token: bytes
+    queries: F32
+    keys: F32
+    values: F32
+    head_map: NDArray[np.int32]
+    prefix: int
+    length: int
+    drop: int
+    window: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        key: Key,
+        token: Buffer,
+        heads: tuple[int, int],
+        dim: int,
+        place: tuple[int, int, int],
+        suffix: int,
+        blobs: Sequence[Buffer],
+        window: int = 0,
+    ) -> DecodeStep:
+        """`heads` are H_q and H_kv, `place` N, length and drop, `blobs` Q, K, V and head_map.
+
+        Raises BadArgument.
+        """
+        prefix, length, drop = place
+        _check_groups(cls.command, *heads)
+        check_token(cls.command, token)
+        rows = len(blobs[0]) // (heads[0] * dim * 4)
+        queries = tensor(cls.command, "Q", blobs[0], (heads[0], rows, dim))
+        keys, values = _suffix(cls.command, blobs[1:3], heads[1], suffix, dim)
+        mapped = _head_map(cls.command, blobs[3], *heads)
+        if drop > length or rows > length - drop + suffix:
+            raise BadArgument(
+                f"{cls.command}: dropping {drop} rows and asking {rows} does not fit a suffix of "
+                f"{length} and {suffix} more"
+            )
+        if prefix + length + suffix >= _POSITIONS:
+            raise BadArgument(f"{cls.command}: a prefix and its suffix have less than 2^31 tokens")
+        place = prefix, length, drop
+        return cls(key, bytes(token), queries, keys, values, mapped, *place, window)
+
+    @property
+    def name(self) -> tuple[bytes, bytes]:
+        """The session's: sid and token."""
+        return self.key[0], self.token
+
+    @property
+    def end(self) -> int:
+        """Tokens of the suffix once the step is done."""
+        return self.length - self.drop + int(self.keys.shape[1])
+
+    def check(self, held: Shape) -> None:
+        """Raises BadArgument for a prefix of other kv heads, dimension or length."""
+        heads, _, dim = self.keys.shape
+        _check_held(self.command, held, heads, dim)
+        if held.tokens != self.prefix:
+            raise BadArgument(
+                f"{self.command}: the prefix has {held.tokens} tokens, not {self.prefix}"
+            )
+
+
 Query: TypeAlias = DenseQuery | FusedQuery | SparseQuery | BlockQuery
 
 
@@ -229,6 +307,12 @@ def even_map(heads: int, kv_heads: int) -> NDArray[np.int32]:
     import numpy as np
 
     return np.arange(heads, dtype=np.int32) // (heads // kv_heads)
+
+
+def check_token(name: str, token: Buffer) -> None:
+    """Raises BadArgument for what cannot be a decode session's token."""
+    if len(token) != TOKEN_BYTES:
+        raise BadArgument(f"{name}: a token has {TOKEN_BYTES} bytes, not {len(token)}")
 
 
 def check_dim(name: str, dim: int) -> None:

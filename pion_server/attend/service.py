@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from pion_server.attend.decode import DecodeSessions
 from pion_server.attend.loading import WarmLayer, fill, plan_layers, read_rows, verify_layers
-from pion_server.attend.requests import OneShot, Query, Store, check_dim
+from pion_server.attend.requests import DecodeStep, OneShot, Query, Store, check_dim
 from pion_server.attend.sessions import ATTEND_SUFFIX, Key, Shape, Slot, Slots, namespace_of
 from pion_server.attend.thread import EngineThread
 from pion_server.config import Config
@@ -38,6 +39,7 @@ class Attention:
         self, config: Config, vstore: VStore, writer_lock: AbstractAsyncContextManager[None]
     ) -> None:
         self.slots = Slots(config.sdpa_slots)
+        self.decodes = DecodeSessions(config.decode_sessions, config.decode_idle)
         self._config = config
         self._vstore = vstore
         self._lock = writer_lock
@@ -45,6 +47,7 @@ class Attention:
         self._engine: Engine | None = None  # the engine thread's own
         self._off: str | None = None if config.attention else "--no-attention"
         vstore.budget.add_source(lambda: self.slots.nbytes, self.slots.victims)
+        vstore.budget.add_source(lambda: self.decodes.nbytes, self.decodes.victims)
         vstore.on_drop.append(self.drop_namespace)
 
     def require(self) -> None:
@@ -82,13 +85,14 @@ class Attention:
         return len(planned), skipped
 
     def drop(self, sid: bytes, layer: int | None = None) -> int:
-        """Forget a layer of `sid` or all of them; how many there were."""
+        """Forget a layer of `sid` or all of them, and what continued it; how many there were."""
+        self.decodes.drop(sid, layer)
         return self.slots.drop(sid, layer)
 
     def drop_namespace(self, ns: bytes) -> None:
         """Forget what belongs to a dropped prefix."""
-        self.slots.drop(ns)
-        self.slots.drop(ns + ATTEND_SUFFIX)
+        self.drop(ns)
+        self.drop(ns + ATTEND_SUFFIX)
 
     # --- answering ---------------------------------------------------------------------------
 
@@ -96,14 +100,23 @@ class Attention:
         """The reply's bytes. Raises NotFound, ColdMiss, or BadArgument for an unfit request."""
         self.require()
         request.check(self.slots.shape(request.key))
-        try:
-            slot = self.slots.use(request.key)
-        except ColdMiss:
-            if not self._config.sdpa_auto_warm:
-                raise
-            await self._warm_again(request.key)
-            slot = self.slots.use(request.key)
+        slot = await self._use(request.key)
         return await self._submit(lambda engine: engine.answer(slot, request))
+
+    async def step(self, step: DecodeStep) -> memoryview:
+        """ATTEND.DECODE.STEP: append to a suffix, then attend to it and its prefix.
+
+        Raises Replay, NotFound, ColdMiss, OutOfMemory or BadArgument, and has then appended
+        nothing.
+        """
+        self.require()
+        prefix = self.slots.shape(step.key)
+        step.check(prefix)
+        slot = await self._use(step.key) if step.queries.size else None
+        with self.decodes.stepping(step) as session:
+            async with self._room(step.key[0], self.decodes.growth(session, step, prefix)):
+                suffix = self.decodes.open(session, step, prefix)
+            return await self._submit(lambda engine: engine.step(slot, suffix, step))
 
     async def answer_once(self, request: OneShot) -> memoryview:
         """ATTEND.QUERYBATCH: the reply's bytes."""
@@ -111,6 +124,16 @@ class Attention:
         return await self._submit(lambda engine: engine.answer_once(request))
 
     # --- the way there -----------------------------------------------------------------------
+
+    async def _use(self, key: Key) -> Slot:
+        """The warm slot; with `--sdpa-auto-warm` a cold one is brought back."""
+        try:
+            return self.slots.use(key)
+        except ColdMiss:
+            if not self._config.sdpa_auto_warm:
+                raise
+            await self._warm_again(key)
+            return self.slots.use(key)
 
     async def _warm_again(self, key: Key) -> None:
         """`--sdpa-auto-warm`: bring one cold layer back from the V-store, if it is still the same.

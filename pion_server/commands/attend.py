@@ -30,8 +30,8 @@ def store(ctx: Context, args: Args) -> object:
     K and V float32 `[H][N][D]`; replaces what the layer had.
     """
     ctx.state.attend.require()
-    shape = Shape(_heads(args[2], "H"), _positive(args[3], "N"), _positive(args[4], "D"))
-    request = Store.of(_key(args), shape, args[5], args[6])
+    shape = Shape(heads_of(args[2], "H"), positive(args[3], "N"), positive(args[4], "D"))
+    request = Store.of(key_of(args), shape, args[5], args[6])
 
     async def work() -> str:
         await ctx.state.attend.store(request)
@@ -47,7 +47,7 @@ def lookup(ctx: Context, args: Args) -> str:
     `+HIT` (ready), `+COLD` (KV.PREFIX.WARM brings it back) or `+MISS`.
     """
     ctx.state.attend.require()
-    return ctx.state.attend.slots.state(_key(args))
+    return ctx.state.attend.slots.state(key_of(args))
 
 
 @command("ATTEND.PREFIX.DROP", min_args=1, max_args=2, sids="first")
@@ -68,9 +68,9 @@ def query(ctx: Context, args: Args) -> object:
     Q `[H][M][D]`; answers `[H][M][D]` and, for M > 1, the log-sum-exp `[H][M]`.
     """
     ctx.state.attend.require()
-    heads, dim = _heads(args[2], "H"), _positive(args[3], "D")
-    _positive(args[4], "top_k")
-    request = DenseQuery.of(_key(args), heads, dim, args[5], _window(args[6:]))
+    heads, dim = heads_of(args[2], "H"), positive(args[3], "D")
+    positive(args[4], "top_k")
+    request = DenseQuery.of(key_of(args), heads, dim, args[5], _window(args[6:]))
     return ctx.state.attend.answer(request)
 
 
@@ -81,10 +81,10 @@ def query_fused(ctx: Context, args: Args) -> object:
     Q `[H_q][M][D]` over the prefix and a causal suffix K, V `[H_kv][S][D]`; answers as Q.
     """
     ctx.state.attend.require()
-    heads_q, dim = _heads(args[2], "H_q"), _positive(args[3], "D")
+    heads_q, dim = heads_of(args[2], "H_q"), positive(args[3], "D")
     suffix = integer(args[4], "S_suf", 0, _SIZES)
-    heads = heads_q, _heads(args[5], "H_kv")
-    request = FusedQuery.of(_key(args), heads, dim, suffix, args[6:10], _window(args[10:]))
+    heads = heads_q, heads_of(args[5], "H_kv")
+    request = FusedQuery.of(key_of(args), heads, dim, suffix, args[6:10], _window(args[10:]))
     return ctx.state.attend.answer(request)
 
 
@@ -95,9 +95,9 @@ def query_sparse(ctx: Context, args: Args) -> object:
     Q `[H][D]`; head h sees the first `counts[h]` (u32) of `indices[h]` (i32, `[H][K_max]`).
     """
     ctx.state.attend.require()
-    heads, dim = _heads(args[2], "H"), _positive(args[3], "D")
-    most = _positive(args[4], "K_sparse_max")
-    request = SparseQuery.of(_key(args), heads, dim, most, args[5:8], _window(args[8:]))
+    heads, dim = heads_of(args[2], "H"), positive(args[3], "D")
+    most = positive(args[4], "K_sparse_max")
+    request = SparseQuery.of(key_of(args), heads, dim, most, args[5:8], _window(args[8:]))
     return ctx.state.attend.answer(request)
 
 
@@ -144,8 +144,8 @@ def querybatch(ctx: Context, args: Args) -> object:
     One-shot: Q `[H][D]` over K, V `[H][N][D]`, the `top_k` highest scores of each head.
     """
     ctx.state.attend.require()
-    shape = Shape(_heads(args[0], "H"), _positive(args[1], "N"), _positive(args[2], "D"))
-    request = OneShot.of(shape, _positive(args[3], "top_k"), args[4:7])
+    shape = Shape(heads_of(args[0], "H"), positive(args[1], "N"), positive(args[2], "D"))
+    request = OneShot.of(shape, positive(args[3], "top_k"), args[4:7])
     return ctx.state.attend.answer_once(request)
 
 
@@ -179,13 +179,13 @@ def warm(ctx: Context, args: Args) -> object:
 def _block_query(
     name: str, args: Args, suffix: int, blobs: list[Buffer], options: Args
 ) -> BlockQuery:
-    heads_q, dim = _heads(args[2], "H_q"), _positive(args[3], "D")
-    blocks = _positive(args[4], "B"), _positive(args[5], "K_top")
-    heads = heads_q, _heads(args[6], "H_kv")
+    heads_q, dim = heads_of(args[2], "H_q"), positive(args[3], "D")
+    blocks = positive(args[4], "B"), positive(args[5], "K_top")
+    heads = heads_q, heads_of(args[6], "H_kv")
     selector = integer(options[1], "selector_id") if len(options) > 1 else BLOCK_MEAN
     return BlockQuery.of(
         f"ATTEND.PREFIX.{name}",
-        _key(args),
+        key_of(args),
         heads,
         dim,
         blocks,
@@ -196,7 +196,7 @@ def _block_query(
     )
 
 
-def _key(args: Args) -> Key:
+def key_of(args: Args) -> Key:
     return arguments.name(args[0]), _layer(args[1])
 
 
@@ -204,11 +204,11 @@ def _layer(value: Buffer) -> int:
     return integer(value, "layer_id", 0, _LAYERS)
 
 
-def _heads(value: Buffer, what: str) -> int:
+def heads_of(value: Buffer, what: str) -> int:
     return integer(value, what, 1, _HEADS)
 
 
-def _positive(value: Buffer, what: str) -> int:
+def positive(value: Buffer, what: str) -> int:
     return integer(value, what, 1, _SIZES)
 
 

@@ -99,7 +99,7 @@ def query_fused(ctx: Context, body: Buffer) -> object:
     if len(body) < start + _FUSED.size:
         raise Unparsable("the body ends within its sizes")
     layer, heads, dim, kv_heads, rows, suffix = _FUSED.unpack_from(body, start)
-    blobs, rest = _split(
+    blobs, rest = split(
         memoryview(body)[start + _FUSED.size :],
         heads * rows * dim * 4,
         kv_heads * suffix * dim * 4,
@@ -123,7 +123,7 @@ def query_fused(ctx: Context, body: Buffer) -> object:
     return ctx.state.attend.answer(request)
 
 
-def _split(body: memoryview, *sizes: int) -> tuple[list[Buffer], memoryview]:
+def split(body: memoryview, *sizes: int) -> tuple[list[Buffer], memoryview]:
     """Parts of these sizes and what is left. Raises Unparsable."""
     if sum(sizes) > len(body):
         raise Unparsable(f"the body's sizes ask for {sum(sizes)} bytes, it has {len(body)}")

@@ -178,6 +178,9 @@ def info(ctx: Context, args: Args) -> bytes:
         "sdpa_demotions": state.attend.slots.demotions,
         "sdpa_rehydrates": state.attend.slots.rehydrates,
         "vstore_short_fetches": state.short_fetches,
+        "decode_sessions": state.attend.decodes.count,
+        "decode_bytes": state.attend.decodes.nbytes,
+        "decode_evictions": state.attend.decodes.evictions,
     }
     return "".join(f"{key}:{value}\r\n" for key, value in fields.items()).encode()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from pion_server.errors import ColdMiss, CommandError
+from pion_server.errors import ColdMiss, CommandError, Replay
 from pion_server.payload import Buffer, Payload
 from pion_server.wire.replies import Outgoing
 from pion_server.wire.resp import Limits, ProtocolError, fresh_buffer
@@ -22,7 +22,7 @@ from pion_server.wire.resp import Limits, ProtocolError, fresh_buffer
 MAGIC = 0xCA5E
 HEADER = struct.Struct("<HBI")
 BODY_LIMIT = 1024 * 1024 * 1024
-OK, MISS, ERROR, COLDMISS = range(4)
+OK, MISS, ERROR, COLDMISS, REPLAY = range(5)
 # Before authentication a longer body is read and dropped; AUTH needs far less.
 UNAUTHENTICATED = Limits(bulk=16 * 1024)
 
@@ -140,4 +140,6 @@ def status_of(error: CommandError) -> int:
             return COLDMISS
         case Unparsable():
             return MISS
+        case Replay():
+            return REPLAY
     return ERROR

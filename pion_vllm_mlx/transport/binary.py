@@ -1,4 +1,4 @@
-"""The binary lane on the server's next port: one attention query, one frame, one reply.
+"""The binary lane on the server's next port: one query or decode step, one frame, one reply.
 
 Frames both ways are u16 magic CA5E, u8 command or status, u32 length and body, little-endian. A
 query leaves as one scatter-gather write from where its tensors lie, and the answer is received
@@ -36,10 +36,14 @@ MAGIC: Final = 0xCA5E
 PING: Final = 0xFF
 AUTH: Final = 0x37
 QUERY_FUSED: Final = 0x24
+DECODE_STEP: Final = 0x40
+DECODE_CLOSE: Final = 0x41
 OK: Final = 0
 MISS: Final = 1
 ERROR: Final = 2
 COLDMISS: Final = 3
+#: Of decode steps only.
+REPLAY: Final = 4
 
 _HEADER: Final = struct.Struct("<HBI")
 _SIZES: Final = struct.Struct("<HHHHII")  # layer, H_q, D, H_kv, M, S_suf
@@ -56,6 +60,10 @@ class Declined(Exception):
 
 class ColdEntry(Exception):
     """COLDMISS: the K/V were demoted; KV.PREFIX.WARM on RESP brings them back."""
+
+
+class Forgotten(Exception):
+    """REPLAY: the server does not hold a decode session, or not as long as its client believes."""
 
 
 class BinaryLane:
@@ -115,14 +123,30 @@ class BinaryLane:
         Raises ColdEntry, Declined, TransportError, or ValueError for what no frame can say.
         """
         body = _fused_body(sid, layer, queries, suffix_keys, suffix_values, head_map, window)
+        reply = self.ask(QUERY_FUSED, body, queries.nbytes, patience)
+        return reply.view(np.float32).reshape(queries.shape)
+
+    def ask(
+        self,
+        command: int,
+        body: list[memoryview],
+        size: int,
+        patience: Patience | None = None,
+    ) -> NDArray[np.uint8]:
+        """One request of our own making; the `size` bytes of its reply, aligned for floats.
+
+        Raises ColdEntry, Declined, Forgotten (decode steps) or TransportError.
+        """
         patience = patience or Patience(first_byte=60.0)
         with self._lock:
             if not self.usable:
                 raise Unavailable(f"binary lane {self.host}:{self.port} is not in use")
             try:
-                status, reply = self._ask(QUERY_FUSED, body, queries.nbytes, patience)
+                status, reply = self._ask(command, body, size, patience)
                 if status == COLDMISS:
-                    raise ColdEntry(f"layer {layer} is cold")
+                    raise ColdEntry("the session is cold")
+                if status == REPLAY:
+                    raise Forgotten("the decode session is not held")
                 if status != OK:
                     raise Declined(f"the binary lane answered {status}")
             except (ProtocolError, Refused):
@@ -133,12 +157,12 @@ class BinaryLane:
                 self._resume_at = self._clock() + PAUSE
                 self._drop()
                 raise
-            except (ColdEntry, Declined):
+            except (ColdEntry, Declined, Forgotten):
                 raise
             except BaseException:
                 self._drop()
                 raise
-        return reply.view(np.float32).reshape(queries.shape)
+        return reply
 
     def _ask(
         self, command: int, body: list[memoryview], size: int, patience: Patience
@@ -197,7 +221,8 @@ def _exchange(
     got = _receive(channel, reply, 0, _HEADER.size)
     magic, status, length = _HEADER.unpack_from(reply)
     expected = size if status == OK else 0
-    if magic != MAGIC or status > COLDMISS or length != expected:
+    known = REPLAY if command == DECODE_STEP else COLDMISS
+    if magic != MAGIC or status > known or length != expected:
         raise ProtocolError(f"a reply of status {status} and {length} bytes, not {expected}")
     if _receive(channel, reply, got, _HEADER.size + length) > _HEADER.size + length:
         raise ProtocolError("a reply longer than it says")
@@ -252,14 +277,19 @@ def _fused_body(
         width = b"" if window is None else struct.pack("<I", min(window, _DEFAULT_WINDOW - 1))
     except struct.error as error:
         raise ValueError(f"no frame can hold this query: {error}") from None
-    tensors = [_bytes_of(tensor) for tensor in (queries, suffix_keys, suffix_values)]
-    body = [memoryview(front), *tensors, memoryview(head_map + width)]
+    tensors = [bytes_of(tensor) for tensor in (queries, suffix_keys, suffix_values)]
+    return checked([memoryview(front), *tensors, memoryview(head_map + width)])
+
+
+def checked(body: list[memoryview]) -> list[memoryview]:
+    """The parts of a body. Raises ValueError if no frame can hold them."""
     if sum(map(len, body)) > _LARGEST_BODY:
         raise ValueError("a frame holds at most 1 GiB")
     return body
 
 
-def _bytes_of(tensor: F32) -> memoryview:
+def bytes_of(tensor: F32) -> memoryview:
+    """A tensor's bytes, in place if they lie in order. Raises ValueError if not float32."""
     if tensor.dtype != np.float32:
         raise ValueError(f"float32 wanted, not {tensor.dtype}")
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data

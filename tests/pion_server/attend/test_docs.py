@@ -24,7 +24,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "attention.md").read_text(encoding=
 
 def test_the_example_runs(server: Callable[..., ServerProcess]) -> None:
     pytest.importorskip("mlx.core")
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code.replace("port=1974", f"port={server().port}"), names)
     wanted, _ = reference.query(names["q"], names["k"], names["v"])
@@ -35,9 +35,9 @@ def test_every_command_flag_and_dimension_is_named() -> None:
     load_commands()
     words = set(re.findall(r"[A-Za-z0-9_.-]+", PAGE))
     commands = [name.decode() for name in COMMANDS if name.startswith(b"ATTEND.")]
-    assert len(commands) == 9
+    assert len(commands) == 11
     assert [c for c in commands if c not in words and c.rpartition(".")[2] not in words] == []
     flags = [f.names for f in FLAGS if f.group.startswith("Attention engine")]
-    assert len(flags) == 7
+    assert len(flags) == 9
     assert [flag for flag in flags if flag not in words] == []
     assert ", ".join(map(str, DIMS)) in " ".join(PAGE.split())

@@ -45,6 +45,9 @@ INFO_FIELDS = [
     "sdpa_demotions",
     "sdpa_rehydrates",
     "vstore_short_fetches",
+    "decode_sessions",
+    "decode_bytes",
+    "decode_evictions",
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pion_server.errors import BadArgument, ColdMiss, CommandError, EngineOff
+from pion_server.errors import BadArgument, ColdMiss, CommandError, EngineOff, Replay
 from pion_server.payload import Payload
 from pion_server.wire import binary
 from pion_server.wire.binary import FrameParser, Unparsable, encode_frame
@@ -131,6 +131,7 @@ def test_replies_carry_a_status() -> None:
         (BadArgument("x"), 2),
         (EngineOff("x"), 2),
         (ColdMiss("x"), 3),
+        (Replay("x"), 4),
     ):
         assert encode_frame(error) == [b"\x5e\xca%c\x00\x00\x00\x00" % status]
     with pytest.raises(TypeError):
