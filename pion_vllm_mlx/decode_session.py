@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import struct
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
 
+from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.transport import (
     Buffer,
     Command,
@@ -127,7 +127,7 @@ class DecodeSession:
         self._resp, self._binary = resp, binary
         self._sid, self._tokens = sid, tokens
         self._patience = patience or Patience(first_byte=60.0)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         # What the server holds, by layer.
         self._lengths: dict[int, int] = {}

@@ -123,8 +123,9 @@ class Connected:
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
         self.relays = Relay(server.port), Relay(server.port + 1)
-        self.resp = Endpoint("127.0.0.1", self.relays[0].port)
-        self.binary = BinaryLane("127.0.0.1", self.relays[1].port)
+        self.now = 100.0
+        self.resp = Endpoint("127.0.0.1", self.relays[0].port, clock=lambda: self.now)
+        self.binary = BinaryLane("127.0.0.1", self.relays[1].port, clock=lambda: self.now)
 
     def session(self, lane: str = "binary", sid: bytes = b"s", **options: Any) -> DecodeSession:
         binary = self.binary if lane == "binary" else None
@@ -236,7 +237,7 @@ def test_a_lost_reply_does_not_append_twice(connected: Connected) -> None:
     assert connected.relays[0].sent > 0
     assert not connected.binary.usable
     text.step(session)
-    connected.binary._resume_at = 0
+    connected.now += 10
     text.step(session)
     assert connected.binary.usable
     assert session.replays == 0
@@ -248,7 +249,7 @@ def test_a_step_that_failed_on_both_lanes_can_be_asked_again(connected: Connecte
     connected.relays[0].lose = 2
     with pytest.raises(TransportError):
         text.step(session)
-    connected.resp._resume_at = 0
+    connected.now += 10
     text.check(session, 1)
     assert session.replays == 0
 
