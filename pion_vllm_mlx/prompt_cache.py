@@ -11,11 +11,14 @@ reaches the caller.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
+
+import mlx.core as mx
 
 from pion_patches.attention import is_installed
 from pion_patches.cache_rebuild import (
@@ -23,14 +26,17 @@ from pion_patches.cache_rebuild import (
     RebuildError,
     UnsupportedCache,
     dismantle,
+    evaluate,
     rebuild,
 )
 from pion_patches.hybrid import classify, is_hybrid
 from pion_patches.inproc import InprocStore, lane_is_off
 from pion_patches.prefix_entry import CannotSplit, capture_prefix
 from pion_vllm_mlx.arguments import check_ids, check_namespace, vocab_size_of
+from pion_vllm_mlx.calls import CallThread, Ticket
 from pion_vllm_mlx.held import HeldPrefixes
 from pion_vllm_mlx.kv_bits import KvBits
+from pion_vllm_mlx.model_survey import Glance
 from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
 from pion_vllm_mlx.prefill import Progress, prefill
 from pion_vllm_mlx.process_lock import ProcessLock
@@ -124,6 +130,7 @@ class PionPromptCache:
         )
         self._tally = Tally()
         self._prefilling = ProcessLock(reentrant=True)
+        self._calls = CallThread()
         self._held = HeldPrefixes(held_bytes)
         #: Split prefixes for `make_pion_prompt_cache`, by namespace.
         self._mlx_prefix_kv = InprocStore()
@@ -170,6 +177,35 @@ class PionPromptCache:
         if is_installed():
             self._hold_split(name, ids, fingerprint, cache)
         return cache
+
+    async def aget_or_prefill(
+        self,
+        prefix_ids: Iterable[Any],
+        namespace: str | bytes,
+        progress: Progress | None = None,
+    ) -> list[Any]:
+        """As `get_or_prefill`, from an event loop and without blocking it.
+
+        Calls of one object are made one after another, in a thread of its own; `progress` is called
+        in the loop. The cache is evaluated, so the loop's thread may go on with it. A cancelled
+        call ends with the chunk that is being computed.
+        """
+        ids = check_ids(prefix_ids, self._vocab_size)
+        # An array that is not evaluated belongs to this thread.
+        mx.eval(Glance(self.model).arrays())
+        loop = asyncio.get_running_loop()
+
+        def call(ticket: Ticket) -> list[Any]:
+            def report(done: int, total: int) -> None:
+                ticket.check()
+                if progress is not None:
+                    loop.call_soon_threadsafe(progress, done, total)
+
+            cache = self.get_or_prefill(ids, namespace, report)
+            evaluate(cache)
+            return cache
+
+        return await self._calls.run(call)
 
     def restore(self, namespace: str | bytes, tokens: int) -> list[Any] | None:
         """Return a cache of the `tokens` tokens stored under this name, or None; never prefill.
@@ -289,43 +325,33 @@ class PionPromptCache:
         progress: Progress | None,
         damaged: int,
     ) -> list[Any]:
-        # One thread at a time: a model's forward takes every core it can get.
-        waited = not self._prefilling.acquire(blocking=False)
-        if waited:
-            self._prefilling.acquire()
-        try:
-            cache = self._from_process(name, ids, fingerprint) if waited else None
+        # One thread at a time: a forward pass takes every core it can get.
+        with self._prefilling:
+            cache = self._from_process(name, ids, fingerprint)  # another thread computed it?
             if cache is not None:
                 return cache
-            return self._compute(name, ids, fingerprint, progress, damaged)
-        finally:
-            self._prefilling.release()
-
-    def _compute(
-        self,
-        name: bytes,
-        ids: tuple[int, ...],
-        fingerprint: str,
-        progress: Progress | None,
-        damaged: int,
-    ) -> list[Any]:
-        # Caches become quantised on the way, as mlx-lm's do, so they begin as they are.
-        cache = KvBits().template(self.model, 0)
-        step, kv_bits = self.prefill_step_size, self._kv_bits
-        seconds = prefill(self.model, ids, cache, step, progress, kv_bits)
-        self._tally.add_seconds("prefill_ms_total", seconds)
-        try:
-            image = dismantle(cache, len(ids))
-            self._hold(name, ids, fingerprint, image)
+            # Caches become quantised on the way, as mlx-lm's do, so they begin as they are.
+            cache = KvBits().template(self.model, 0)
+            step, kv_bits = self.prefill_step_size, self._kv_bits
+            seconds = prefill(self.model, ids, cache, step, progress, kv_bits)
+            self._tally.add_seconds("prefill_ms_total", seconds)
+            image = self._image_of(cache, len(ids))
+            if image is not None:
+                self._hold(name, ids, fingerprint, image)
+        if image is not None:
             self._storing.store(name, ids, fingerprint, image, seconds, damaged)
+        return cache
+
+    def _image_of(self, cache: list[Any], tokens: int) -> CacheImage | None:
+        try:
+            return dismantle(cache, tokens)
         except UnsupportedCache as refusal:
             # Its classes are known, so it is this state: NaN, say. The caller still has use for it.
-            self._tally.add("stores_failed")
             self._tally.warn_once("unsupported", "a prefix cannot be stored: %s", refusal)
         except Exception as error:
-            self._tally.add("stores_failed")
             self._tally.wonder("a prefix could not be stored", error)
-        return cache
+        self._tally.add("stores_failed")
+        return None
 
     def _hold(self, name: bytes, ids: tuple[int, ...], fingerprint: str, image: CacheImage) -> None:
         if not lane_is_off():

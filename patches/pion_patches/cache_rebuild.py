@@ -14,7 +14,7 @@ sequence. Rebuilt buffers have room, so that the first append copies nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -50,6 +50,7 @@ __all__ = [
     "UnsupportedCache",
     "cut",
     "dismantle",
+    "evaluate",
     "flatten",
     "known_caches",
     "rebuild",
@@ -118,8 +119,13 @@ def rebuild(template: Sequence[Any], image: CacheImage, *, room: int = ROOM) -> 
             caches[path] = _give(cls, item, unfold_rows(leaf), image.tokens, room)
         except Misfit as error:
             raise RebuildError(f"cache {leaf.place}, {leaf.kind}: {error}") from None
-    mx.eval([array for cache in caches.values() for array in _tensors(vars(cache))])
+    evaluate(caches.values())
     return _nest(template, (), caches)
+
+
+def evaluate(caches: Iterable[Any]) -> None:
+    """Evaluate every array of every cache, so that any thread may go on with them."""
+    mx.eval([array for cache in caches for array in _tensors(_attributes(cache))])
 
 
 def cut(image: CacheImage, tokens: int) -> CacheImage:
@@ -169,6 +175,10 @@ def _check_state(leaf: Leaf, cls: CacheClass, tokens: int) -> None:
     # A state nobody captured is a zero-filled block; one computed from tokens is not.
     if tokens and cls.route == "recurrent" and floats and not any(mx.any(a).item() for a in floats):
         raise refusal(leaf.path, leaf.kind, "state is zero everywhere")
+
+
+def _attributes(cache: Any) -> Any:
+    return [vars(item) for _, item in flatten([cache])]
 
 
 def _tensors(value: Any) -> Iterator[mx.array]:
