@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pion_patches.cache_rebuild import UnsupportedCache
+    from pion_vllm_mlx.hybrid_retrieval import HybridRetrievalCache
     from pion_vllm_mlx.mlx_lm_patch import (
         install_pion_attention_patch,
         make_pion_prompt_cache,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pion_vllm_mlx.prompt_cache import PionPromptCache
 
 __all__ = [
+    "HybridRetrievalCache",
     "PionPromptCache",
     "UnsupportedCache",
     "install_pion_attention_patch",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "HybridRetrievalCache": "pion_vllm_mlx.hybrid_retrieval",
     "PionPromptCache": "pion_vllm_mlx.prompt_cache",
     "UnsupportedCache": "pion_patches.cache_rebuild",
     "install_pion_attention_patch": "pion_vllm_mlx.mlx_lm_patch",

@@ -37,14 +37,19 @@ class HeldPrefixes:
         self, namespace: bytes, ids: tuple[int, ...] | int, fingerprint: str
     ) -> CacheImage | None:
         """The image of exactly these tokens (or this many) computed by this model, or None."""
+        held = self.find(namespace, fingerprint)
+        if held is None or ids != (len(held.ids) if isinstance(ids, int) else held.ids):
+            return None
+        return held.image
+
+    def find(self, namespace: bytes, fingerprint: str) -> Held | None:
+        """What is held of that model under this name, of whatever tokens, or None."""
         with self._lock:
             held = self._entries.get(namespace)
             if held is None or held.fingerprint != fingerprint:
                 return None
-            if ids != (len(held.ids) if isinstance(ids, int) else held.ids):
-                return None
             self._entries.move_to_end(namespace)
-            return held.image
+            return held
 
     def hold(
         self, namespace: bytes, ids: tuple[int, ...], fingerprint: str, image: CacheImage
@@ -63,10 +68,10 @@ class HeldPrefixes:
             self._nbytes += nbytes
         return True
 
-    def drop(self, namespace: bytes) -> None:
-        """Forget a namespace."""
+    def drop(self, namespace: bytes) -> bool:
+        """Forget a namespace; False if nothing was held."""
         with self._lock:
-            self._drop(namespace)
+            return self._drop(namespace)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -84,7 +89,8 @@ class HeldPrefixes:
         with self._lock:
             return self._nbytes
 
-    def _drop(self, namespace: bytes) -> None:
+    def _drop(self, namespace: bytes) -> bool:
         held = self._entries.pop(namespace, None)
         if held is not None:
             self._nbytes -= held.nbytes
+        return held is not None

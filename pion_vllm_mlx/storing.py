@@ -56,16 +56,16 @@ class Storing:
         image: CacheImage,
         seconds: float,
         damaged: int = 0,
-    ) -> None:
+    ) -> bool:
         """Store a prefix that took `seconds` to compute, from evaluated arrays, or see to it.
 
-        `damaged`: see `store_prefix`.
+        False if it is known already that it will not be stored. `damaged`: see `store_prefix`.
         """
         if self.mode == "off":
-            return
+            return False
         if not self._lane.available:
             self._tally.add("stores_failed")
-            return  # nothing is worth encoding for a server that was gone a moment ago
+            return False  # nothing is worth encoding for a server that was gone a moment ago
         started = time.perf_counter()
         try:
             # In the caller's thread: MLX's arrays become bytes that any thread may read.
@@ -79,12 +79,11 @@ class Storing:
             )
         except Exception as error:
             self._fail(error)
-            return
+            return False
         finally:
             self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
         if self.mode == "sync":
-            self._send(name, shipment, damaged)
-            return
+            return self._send(name, shipment, damaged)
         delay = min(_LONGEST_DELAY, _SHARE_OF_PREFILL * seconds)
         job = Job(
             name,
@@ -94,6 +93,7 @@ class Storing:
         )
         queued, replaced = self._background.submit(job)
         self._tally.add("stores_skipped", replaced + (not queued))
+        return queued
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for the stores so far; True if all of them are done and none failed meanwhile."""
