@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from evals.needles import found_by, plant_needles
 from evals.rounds import interleave, medians
 from pion_vllm_mlx.local_server import LocalServer
 from pion_vllm_mlx.transport import Command, Patience, ServerError
@@ -36,7 +37,7 @@ REUSE = 2.0
 LONG_TOKENS, LONG_HEADS, LONG_KV_HEADS = 65_536, 8, 2
 BLOCK, BLOCKS = 64, 8
 SPARSE_RATIO = 10.0
-NEEDLES, NEEDLE_TOKENS = 100, 8
+NEEDLES = 100
 
 
 def run(rounds: int = 100) -> Mapping[str, Any]:
@@ -142,7 +143,7 @@ def _count_bytes(wire: _Wire) -> dict[int, int]:
 
 def _compare_blocks(wire: _Wire, rounds: int) -> dict[str, Any]:
     k, v = (_normal(seed, LONG_KV_HEADS, LONG_TOKENS, DIM) for seed in (1, 2))
-    queries, answers = _plant(k, v)
+    queries, answers = plant_needles(k, v, NEEDLES, LONG_HEADS)
     wire.store("long", k, v)
     head_map = bytes(h // (LONG_HEADS // LONG_KV_HEADS) for h in range(LONG_HEADS))
 
@@ -155,10 +156,7 @@ def _compare_blocks(wire: _Wire, rounds: int) -> dict[str, Any]:
         blobs = _blob(q), b"", b"", head_map
         return wire.answer("ATTEND.PREFIX.QUERY_FUSED", "long", 0, *sizes, *blobs)
 
-    found = sum(
-        _cosine(sparse(q), np.tile(answer, LONG_HEADS)) > 0.999
-        for q, answer in zip(queries, answers, strict=True)
-    )
+    found = sum(found_by(sparse(q), answer) for q, answer in zip(queries, answers, strict=True))
     seconds = interleave(
         {"dense": lambda: dense(queries[0]), "blocks": lambda: sparse(queries[0])}, rounds
     )
@@ -168,24 +166,6 @@ def _compare_blocks(wire: _Wire, rounds: int) -> dict[str, Any]:
     print(f"{BLOCKS} blocks of {BLOCK} {middle['blocks'] * 1e3:.2f} ms", end=", ")
     print(f"{ratio:.0f}x (bar {SPARSE_RATIO:.0f}x); needles found {found} of {NEEDLES}")
     return {"seconds": seconds, "ratio": ratio, "bar": SPARSE_RATIO, "needles_found": found}
-
-
-def _plant(k: F32, v: F32) -> tuple[list[F32], list[F32]]:
-    """Write needles into K and V: runs of keys along a direction, all with one value vector.
-
-    Returns each needle's query [H_q][D] and value [D].
-    """
-    rng = np.random.default_rng(4)
-    places = rng.choice(LONG_TOKENS // (2 * NEEDLE_TOKENS), NEEDLES, replace=False)
-    queries, answers = [], []
-    for place in places * 2 * NEEDLE_TOKENS + rng.integers(0, NEEDLE_TOKENS, NEEDLES):
-        direction, answer = rng.standard_normal((2, DIM), dtype=np.float32)
-        direction *= np.float32(np.sqrt(DIM) / np.linalg.norm(direction))
-        k[:, place : place + NEEDLE_TOKENS] = 2.5 * direction
-        v[:, place : place + NEEDLE_TOKENS] = answer
-        queries.append(np.tile(direction, (LONG_HEADS, 1)))
-        answers.append(answer)
-    return queries, answers
 
 
 def _quiet(seconds: Mapping[str, list[float]]) -> dict[str, float]:
@@ -203,7 +183,3 @@ def _normal(seed: int, *shape: int) -> F32:
 
 def _blob(array: F32) -> memoryview:
     return np.ascontiguousarray(array).data.cast("B")
-
-
-def _cosine(a: F32, b: F32) -> float:
-    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))

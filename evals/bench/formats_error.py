@@ -63,11 +63,19 @@ _FP16_BYTES: Final = 2
 _WAYS: Final = ("encode", "decode")
 
 
-def run(tokens: int = TOKENS) -> Mapping[str, Any]:
-    """Measure, print the table, return the figures by format and tier."""
-    model, tokenizer = load_small_model()
+def run(
+    tokens: int = TOKENS,
+    questions: int = len(QUESTIONS),
+    megabytes: int = _SPEED_MEGABYTES,
+    loaded: tuple[Any, Any] | None = None,
+) -> Mapping[str, Any]:
+    """Measure, print the table, return the figures by format and tier.
+
+    loaded: another model and its tokenizer than the small one.
+    """
+    model, tokenizer = loaded or load_small_model()
     prefix, suffix = make_prompt(tokenizer, tokens)
-    suffixes = [_ask(tokenizer, suffix, question) for question in QUESTIONS]
+    suffixes = [_ask(tokenizer, suffix, question) for question in QUESTIONS[:questions]]
     cache = make_prompt_cache(model)
     prefill(model, prefix, cache, _STEP)
     image = dismantle(cache, len(prefix))
@@ -75,14 +83,14 @@ def run(tokens: int = TOKENS) -> Mapping[str, Any]:
     asked = list(zip(suffixes, cold, strict=True))
     if [_choices(model, image, *one) for one in asked] != cold:
         raise RuntimeError("the cold answers differ when they are read at once")
-    speed = formats_speed.run(_SPEED_MEGABYTES)["formats"]
+    speed = formats_speed.run(megabytes)["formats"]
     print(
         f"\n{'format':<22}{'bytes/row':>10}{'to fp16':>9}{'K mean':>10}{'of |K|':>8}{'K max':>9}"
         f"{'V mean':>10}{'of |V|':>8}{'V max':>9}{'first':>7}{'before':>8}{'answers':>9}{'each':>6}"
     )
     figures = {}
     for tier in _tiers():
-        stored = _through_store(image, tier)
+        stored = through_store(image, tier)
         chosen = [_choices(model, stored.image, *one) for one in asked]
         figure = stored.figures(image) | _agreement(cold, chosen)
         if not tier.boundary_protect:
@@ -93,8 +101,8 @@ def run(tokens: int = TOKENS) -> Mapping[str, Any]:
         f"{way}_gb_per_s": speed[_ROPED][f"{way}_gb_per_s"] for way in _WAYS
     }
     _print_row(_ROPED, figures[_ROPED])
-    width = _pieces(image, "keys")[0].layout.widths[0]
-    peaks = {side: _peak_to_mean(_numbers(image, side)) for side in ("keys", "values")}
+    width = pieces_of(image, "keys")[0].layout.widths[0]
+    peaks = {side: _peak_to_mean(numbers(image, side)) for side in ("keys", "values")}
     print(
         f"{len(image.leaves)} layers, {len(prefix)} tokens, rows of {width} float32; the largest of"
         f" 32 numbers is {peaks['keys']:.1f} times their mean in K, {peaks['values']:.1f} in V"
@@ -104,7 +112,7 @@ def run(tokens: int = TOKENS) -> Mapping[str, Any]:
         "tokens": len(prefix),
         "layers": len(image.leaves),
         "width": width,
-        "questions": len(QUESTIONS),
+        "questions": len(cold),
         "answer_tokens": ANSWER,
         "formats": figures,
     }
@@ -170,20 +178,20 @@ class _Stored:
 
     def figures(self, exact: CacheImage) -> dict[str, float]:
         """Sizes and errors against the image that was stored."""
-        values = sum(piece.rows * piece.layout.widths[0] for piece in _pieces(exact, "keys"))
-        rows = sum(piece.rows for piece in _pieces(exact, "keys"))
+        values = sum(piece.rows * piece.layout.widths[0] for piece in pieces_of(exact, "keys"))
+        rows = sum(piece.rows for piece in pieces_of(exact, "keys"))
         total = sum(self.nbytes.values())
         figures = {
             "row_bytes": total / (2 * rows),
             "ratio_to_fp16": 2 * values * _FP16_BYTES / total,
         }
         for side in ("keys", "values"):
-            want, got = (_numbers(image, side) for image in (exact, self.image))
-            figures |= _errors(side, want, got)
+            want, got = (numbers(image, side) for image in (exact, self.image))
+            figures |= errors(side, want, got)
         return figures
 
 
-def _errors(side: str, want: np.ndarray[Any, Any], got: np.ndarray[Any, Any]) -> dict[str, float]:
+def errors(side: str, want: np.ndarray[Any, Any], got: np.ndarray[Any, Any]) -> dict[str, float]:
     error = np.abs(got.astype(np.float64) - want)
     mean = float(error.mean())
     return {
@@ -193,14 +201,14 @@ def _errors(side: str, want: np.ndarray[Any, Any], got: np.ndarray[Any, Any]) ->
     }
 
 
-def _pieces(image: CacheImage, side: str) -> list[RowPiece]:
+def pieces_of(image: CacheImage, side: str) -> list[RowPiece]:
     found = [getattr(leaf, side) for leaf in image.leaves]
     return [piece for piece in found if piece is not None]
 
 
-def _numbers(image: CacheImage, side: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+def numbers(image: CacheImage, side: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     """All rows of a side, `[layers * tokens, width]`."""
-    return np.concatenate([np.array(piece.parts[0]) for piece in _pieces(image, side)])
+    return np.concatenate([np.array(piece.parts[0]) for piece in pieces_of(image, side)])
 
 
 def _peak_to_mean(rows: np.ndarray[Any, Any]) -> float:
@@ -209,7 +217,7 @@ def _peak_to_mean(rows: np.ndarray[Any, Any]) -> float:
     return float(np.median(blocks.max(axis=1) / blocks.mean(axis=1)))
 
 
-def _through_store(image: CacheImage, tier: Tier) -> _Stored:
+def through_store(image: CacheImage, tier: Tier) -> _Stored:
     """Every piece packed as it is stored and landed as it is fetched."""
     nbytes = {"keys": 0, "values": 0}
     leaves = []
@@ -237,17 +245,17 @@ def _measure_roped(image: CacheImage) -> dict[str, float]:
     """Size and errors of the one format of numbers that `vquant` cannot name."""
     figures: dict[str, float] = {}
     for side in ("keys", "values"):
-        rows = _numbers(image, side)
+        rows = numbers(image, side)
         made = make_format(_ROPED, rows.shape[1], _ROPE)
         read = made.decode(made.encode(memoryview(rows.tobytes()), len(rows), InputType.F32))
-        figures |= _errors(side, rows, read)
+        figures |= errors(side, rows, read)
         figures["row_bytes"] = made.row_bytes
         figures["ratio_to_fp16"] = rows.shape[1] * _FP16_BYTES / made.row_bytes
     return figures
 
 
 def _print_row(label: str, figure: Mapping[str, float]) -> None:
-    errors = "".join(
+    shown = "".join(
         f"{figure[f'{side}_mean_abs_error']:>10.2e}{figure[f'{side}_relative_error']:>8.2%}"
         f"{figure[f'{side}_max_error']:>9.2e}"
         for side in ("keys", "values")
@@ -255,12 +263,12 @@ def _print_row(label: str, figure: Mapping[str, float]) -> None:
     said = ""
     if "answers_agree" in figure:
         said = (
-            f"{figure['first_token_agrees']:>5.0f}/{len(QUESTIONS)}"
+            f"{figure['first_token_agrees']:>7.0f}"
             f"{figure['tokens_before_difference']:>8.1f}"
-            f"{figure['answers_agree']:>7.0f}/{len(QUESTIONS)}{figure['tokens_agree']:>6.0f}"
+            f"{figure['answers_agree']:>9.0f}{figure['tokens_agree']:>6.0f}"
         )
     print(
-        f"{label:<22}{figure['row_bytes']:>10.0f}{figure['ratio_to_fp16']:>9.2f}{errors}{said}",
+        f"{label:<22}{figure['row_bytes']:>10.0f}{figure['ratio_to_fp16']:>9.2f}{shown}{said}",
         flush=True,
     )
 

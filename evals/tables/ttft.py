@@ -14,19 +14,16 @@ Expected: B at 1,024 tokens at least 10 times sooner than A; C in process the so
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from evals.findings import NOT_MEASURED, Bar, Findings, Plot, Quoted, Table
+from evals.lanes import IN_PROCESS, LANES, RESP, Prefix
 from evals.serving import local_server
 from evals.setting import Setting
 from evals.speaking import speak
 from evals.texts import fill_system, read_prompts, split_prompt
-from pion_vllm_mlx import PionPromptCache
-from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache, pion_attention_patch
 
 LENGTHS: Final = (256, 1024, 2048)
 RUNS: Final = 5
@@ -34,53 +31,6 @@ COLD_RUNS: Final = 2
 REDUCTION: Final = 90.0
 
 VANILLA: Final = "A vanilla"
-
-#: Makes the cache of one request; what it costs is part of the request's time.
-Open: TypeAlias = Callable[[], list[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What a lane is made for: a stored prefix of a model, on a server."""
-
-    model: Any
-    port: int
-    ids: tuple[int, ...]
-
-    @property
-    def namespace(self) -> str:
-        return PionPromptCache.make_namespace("ttft", len(self.ids))
-
-
-@contextmanager
-def _rebuild_resp(prefix: Prefix) -> Iterator[Open]:
-    with PionPromptCache(prefix.model, port=prefix.port, held_bytes=0, timeout=5) as pc:
-        yield lambda: pc.get_or_prefill(prefix.ids, prefix.namespace)
-
-
-@contextmanager
-def _rebuild_held(prefix: Prefix) -> Iterator[Open]:
-    with PionPromptCache(prefix.model, port=prefix.port, timeout=5) as pc:
-        pc.get_or_prefill(prefix.ids, prefix.namespace)
-        yield lambda: pc.get_or_prefill(prefix.ids, prefix.namespace)
-
-
-@contextmanager
-def _share_in_process(prefix: Prefix) -> Iterator[Open]:
-    with (
-        pion_attention_patch(),
-        PionPromptCache(prefix.model, port=prefix.port, timeout=5) as pc,
-    ):
-        pc.get_or_prefill(prefix.ids, prefix.namespace)
-        yield lambda: make_pion_prompt_cache(prefix.model, prefix.namespace, pc, len(prefix.ids))
-
-
-#: A lane is one line here. `Open` is called once a round.
-LANES: Final[Mapping[str, Callable[[Prefix], AbstractContextManager[Open]]]] = {
-    "B rebuild, RESP": _rebuild_resp,
-    "B rebuild, held in process": _rebuild_held,
-    "C shared, in process": _share_in_process,
-}
 
 
 def run(setting: Setting) -> Findings:
@@ -111,8 +61,7 @@ def _measure_length(
     seconds: dict[str, list[float]] = {VANILLA: []}
     wanted: tuple[int, ...] | None = None
     same = True
-    with PionPromptCache(prefix.model, port=prefix.port, held_bytes=0, timeout=5) as pc:
-        pc.get_or_prefill(prefix.ids, prefix.namespace)
+    prefix.store()
     for number in range(runs + 1):
         if number < min(COLD_RUNS, runs):
             said = speak(prefix.model, tokenizer, [*prefix.ids, *suffix], 1)
@@ -120,8 +69,7 @@ def _measure_length(
             seconds[VANILLA].append(said.first_seconds)
         for lane, make in LANES.items():
             # Made anew for each round: a lane must not keep a patch installed under the others.
-            with ExitStack() as stack:
-                open_cache = stack.enter_context(make(prefix))
+            with make(prefix) as open_cache:
                 open_cache()
                 started = time.perf_counter()
                 said = speak(prefix.model, tokenizer, suffix, 1, open_cache(), started)
@@ -139,8 +87,7 @@ def _findings(found: dict[int, dict[str, float]], agreed: bool, runs: int) -> Fi
             sooner = seconds[VANILLA] / seconds[lane]
             rows.append((f"{length:,}", lane, f"{seconds[lane] * 1e3:.1f} ms", f"{sooner:.2f}x"))
     reduction = {
-        length: 100 * (1 - seconds["B rebuild, RESP"] / seconds[VANILLA])
-        for length, seconds in found.items()
+        length: 100 * (1 - seconds[RESP] / seconds[VANILLA]) for length, seconds in found.items()
     }
     near = next((value for length, value in reduction.items() if abs(length - 1024) < 16), None)
     return Findings(
@@ -194,7 +141,7 @@ def _quoted(found: dict[int, dict[str, float]]) -> list[Quoted]:
         ours = f"{NOT_MEASURED} (no such model here)"
         if near and "1B" in model:
             seconds = found[near[0]]
-            ways = (VANILLA, "B rebuild, RESP", "C shared, in process")
+            ways = (VANILLA, RESP, IN_PROCESS)
             ours = "the small model: " + ", ".join(f"{seconds[way] * 1e3:.1f} ms" for way in ways)
         elif "1B" in model:
             ours = f"{NOT_MEASURED} in this run"

@@ -21,14 +21,24 @@ class LetterTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         parts = text.replace("<s>", "\x00")
-        ids = [BOS if part == "\x00" else _LETTERS.index(part) for part in parts]
+        ids = [BOS if part == "\x00" else _number(part) for part in parts]
         return [BOS, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join("<s>" if i == BOS else "" if i == EOS else _LETTERS[i] for i in ids)
+        return "".join("<s>" if i == BOS else "" if i == EOS else _letter(i) for i in ids)
 
     def apply_chat_template(
         self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False
     ) -> list[int]:
         text = "".join(f"{one['role']}: {one['content']}\n" for one in messages)
         return self.encode(f"<s>{text}assistant:", add_special_tokens=self.careless)
+
+
+def _number(letter: str) -> int:
+    # Other letters than those above share the numbers behind them.
+    place = _LETTERS.find(letter)
+    return place if place >= 0 else len(_LETTERS) + ord(letter) % (BOS - len(_LETTERS))
+
+
+def _letter(number: int) -> str:
+    return _LETTERS[number] if number < len(_LETTERS) else chr(0x3B1 + number - len(_LETTERS))

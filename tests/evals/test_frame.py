@@ -50,7 +50,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def test_every_eval_of_the_house_is_there_and_says_what_it_expects() -> None:
-    wanted = {"bleu", "cross_instance", "ttft", "workload"}
+    wanted = {"bleu", "cross_instance", "formats", "hybrid", "niah", "ttft", "workload"}
     assert wanted <= set(module_names(evals.tables))
     for name in module_names(evals.tables):
         module = load_module(evals.tables, name)
