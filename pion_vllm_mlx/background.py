@@ -79,6 +79,12 @@ class Background:
             self._changed.notify_all()
             return True, replaced
 
+    @property
+    def busy(self) -> bool:
+        """Whether a job waits or runs."""
+        with self._mine():
+            return bool(self._jobs) or self._running is not None
+
     def flush(self, timeout: float) -> bool:
         """Wait until every job so far has ended; True if so and none failed since the last flush.
 

@@ -33,6 +33,7 @@ from pion_patches.hybrid import classify, is_hybrid
 from pion_patches.inproc import InprocStore, lane_is_off
 from pion_patches.prefix_entry import CannotSplit, capture_prefix
 from pion_vllm_mlx.arguments import check_ids, check_namespace, vocab_size_of
+from pion_vllm_mlx.attend_queries import AttendQueries
 from pion_vllm_mlx.calls import CallThread, Ticket
 from pion_vllm_mlx.held import HeldPrefixes
 from pion_vllm_mlx.kv_bits import KvBits
@@ -41,10 +42,12 @@ from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
 from pion_vllm_mlx.prefill import Progress, prefill
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.restore import Miss, fetch_prefix, find_prefix, has_manifest
+from pion_vllm_mlx.stage2 import Stage2
 from pion_vllm_mlx.storing import Mode, Storing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Lane, Patience, TransportError
+from pion_vllm_mlx.transport.binary import BinaryLane
 from pion_vllm_mlx.transport.endpoint import Endpoint
 
 DEFAULT_PORT: Final = 1974
@@ -53,7 +56,7 @@ HELD_BYTES: Final = 1 << 30
 STORE_WAIT: Final = 10.0
 
 
-class PionPromptCache:
+class PionPromptCache(AttendQueries):
     """The shared prefixes of one model: kept in this process, and on one server.
 
     Thread-safe: restores of several threads take turns on one connection, prefills on the model.
@@ -84,6 +87,8 @@ class PionPromptCache:
         store: Mode = "background",
         store_wait: float = STORE_WAIT,
         lane: Lane | None = None,
+        stage2: bool = False,
+        binary_port: int | None = None,
     ) -> None:
         """Nothing is sent yet, and no server need be there.
 
@@ -108,6 +113,9 @@ class PionPromptCache:
                 not at all.
             store_wait: seconds that `close` and the end of the interpreter wait for stores.
             lane: another way to the server than TCP.
+            stage2: have the server compute attention for processes that do not hold a prefix; see
+                `stage2` and `AttendQueries`.
+            binary_port: the binary lane's port, by default the one after `port`; 0 for RESP only.
 
         Raises ValueError for arguments that mean nothing.
         """
@@ -141,6 +149,18 @@ class PionPromptCache:
         self._storing = Storing(
             store, self._lane, self._tier, self._tally, prefill_step_size, store_wait
         )
+        self._stage2 = None
+        if stage2:
+            binary = None
+            if binary_port != 0:
+                binary = BinaryLane(
+                    host,
+                    port + 1 if binary_port is None else binary_port,
+                    username=username,
+                    password=password,
+                    connect_timeout=timeout,
+                )
+            self._stage2 = self._make_stage2(binary)
         self.fingerprint()
 
     def get_or_prefill(
@@ -219,9 +239,15 @@ class PionPromptCache:
         return cache if cache is not None else self._from_server(name, tokens, fingerprint)[0]
 
     def lookup(self, namespace: str | bytes) -> bool:
-        """Whether the server holds a whole prefix under this name; False if it cannot be asked."""
+        """Whether the server holds a whole prefix under this name; False if it cannot be asked.
+
+        With ``stage2`` also whether all of it is ready for attention queries.
+        """
+        name = check_namespace(namespace)
+        if self._stage2 is not None:
+            return self._stage2.is_ready(name)
         try:
-            return has_manifest(self._lane, check_namespace(namespace), self._quick())
+            return has_manifest(self._lane, name, self._quick())
         except (TransportError, Miss):
             return False
 
@@ -257,6 +283,8 @@ class PionPromptCache:
         self._storing.close()
         self._held.clear()
         self._mlx_prefix_kv.clear()
+        if self._stage2 is not None:
+            self._stage2.clear()
 
     def __enter__(self) -> PionPromptCache:
         return self
@@ -339,7 +367,9 @@ class PionPromptCache:
             if image is not None:
                 self._hold(name, ids, fingerprint, image)
         if image is not None:
-            self._storing.store(name, ids, fingerprint, image, seconds, damaged)
+            stage2 = self._stage2
+            then = stage2.push(name, ids, fingerprint, image) if stage2 is not None else None
+            self._storing.store(name, ids, fingerprint, image, seconds, damaged, then)
         return cache
 
     def _image_of(self, cache: list[Any], tokens: int) -> CacheImage | None:
@@ -374,6 +404,19 @@ class PionPromptCache:
             self._tally.wonder("a prefix could not be kept for split attention", error)
             return
         self._split_keys[namespace] = key
+
+    def _make_stage2(self, binary: BinaryLane | None) -> Stage2:
+        return Stage2(
+            self.model,
+            self._lane,
+            binary,
+            self._tally,
+            self._tier,
+            self._quick(),
+            fingerprint=self.fingerprint,
+            template=self._template,
+            restore=self.get_or_prefill,
+        )
 
     def _template(self, tokens: int) -> list[Any]:
         return self._kv_bits.template(self.model, tokens)

@@ -109,6 +109,11 @@ def has_manifest(lane: Lane, namespace: bytes, patience: Patience) -> bool:
     return _meta(lane.exchange([_get(namespace)], patience)[0])[1] is not None
 
 
+def find_generation(lane: Lane, namespace: bytes, patience: Patience) -> int:
+    """Which fill of `namespace` is stored, 0 for none; raises Miss or TransportError."""
+    return _meta(lane.exchange([_get(namespace)], patience)[0])[0]
+
+
 def fetch_prefix(
     lane: Lane, namespace: bytes, found: Found, first_byte: float, *, credited: bool = True
 ) -> Restored:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Final, Literal, TypeAlias, get_args
 
 from pion_patches.cache_rebuild import CacheImage
@@ -56,10 +57,12 @@ class Storing:
         image: CacheImage,
         seconds: float,
         damaged: int = 0,
+        then: Callable[[Lane], None] | None = None,
     ) -> bool:
         """Store a prefix that took `seconds` to compute, from evaluated arrays, or see to it.
 
         False if it is known already that it will not be stored. `damaged`: see `store_prefix`.
+        `then` is called once the prefix is stored, with the lane and in the thread that stored it.
         """
         if self.mode == "off":
             return False
@@ -83,17 +86,22 @@ class Storing:
         finally:
             self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
         if self.mode == "sync":
-            return self._send(name, shipment, damaged)
+            return self._send(name, shipment, damaged, then)
         delay = min(_LONGEST_DELAY, _SHARE_OF_PREFILL * seconds)
         job = Job(
             name,
-            lambda: self._send(name, shipment, damaged),
+            lambda: self._send(name, shipment, damaged, then),
             image.nbytes,
             time.monotonic() + delay,
         )
         queued, replaced = self._background.submit(job)
         self._tally.add("stores_skipped", replaced + (not queued))
         return queued
+
+    @property
+    def busy(self) -> bool:
+        """Whether a prefix is still being stored."""
+        return self._background.busy
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for the stores so far; True if all of them are done and none failed meanwhile."""
@@ -105,7 +113,13 @@ class Storing:
             self._tally.add("stores_failed", self._background.abandon())
         self._lane.close()
 
-    def _send(self, name: bytes, shipment: Shipment, damaged: int) -> bool:
+    def _send(
+        self,
+        name: bytes,
+        shipment: Shipment,
+        damaged: int,
+        then: Callable[[Lane], None] | None,
+    ) -> bool:
         started = time.perf_counter()
         try:
             receipt = store_prefix(self._lane, name, shipment, tier=self._tier, damaged=damaged)
@@ -123,6 +137,8 @@ class Storing:
             self._tally.settle("store")
             self._tally.add("stores" if stored else "stores_skipped")
             self._tally.add("bytes_stored", receipt.nbytes)
+            if then is not None:
+                then(self._lane)
         finally:
             self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
         return True

@@ -77,5 +77,9 @@ _COUNTS = (
     "stores_skipped",
     "stores_failed",
     "bytes_stored",
+    "wire_prefixes",
+    "wire_losses",
+    "attend_binary",
+    "attend_resp",
 )
 _TIMES = ("fetch_ms_total", "store_ms_total", "prefill_ms_total")

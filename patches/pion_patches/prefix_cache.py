@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from .attention import is_installed
@@ -24,7 +24,7 @@ def make_pion_prompt_cache(
     namespace: str | bytes,
     prompt_cache: Any,
     prefix_len: int,
-    sparse_full_layers: Sequence[int] | None = None,
+    sparse_full_layers: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """Make a cache list for one request whose first ``prefix_len`` tokens are a held prefix.
 
@@ -34,23 +34,31 @@ def make_pion_prompt_cache(
 
     ``prompt_cache`` is the `PionPromptCache` that computed the prefix (anything with a store of
     `PrefixEntry` by namespace as ``_mlx_prefix_kv`` will do). Where the prefix is not held in this
-    process, or the lane is turned off, its ``restore(namespace, prefix_len)`` is asked for a cache
-    rebuilt from the server: an ordinary one, with rows of its own.
+    process, or the lane is turned off, its ``open_remote(namespace, prefix_len, sparse)`` is asked
+    for an entry whose attention is computed elsewhere (see `remote`), then its
+    ``restore(namespace, prefix_len)`` for a cache rebuilt from the server: an ordinary one, with
+    rows of its own.
+
+    ``sparse_full_layers``, such as ``{"K_block": 64, "K_blocks": 8, "selector": "quest"}``, makes
+    single queries of layers that see the whole prefix read only its best blocks. That is an
+    approximation, and only a remote prefix has it.
 
     Raises `PatchNotInstalled`; `CannotSplit` for a model whose attention cannot be split, by name
     and with the reason; `PrefixNotHeld` for a namespace that is neither in this process nor to be
     rebuilt; `PrefixMismatch` for another model or another ``prefix_len`` than the prefix's.
     In each of these cases the cache rebuild (``prompt_cache.get_or_prefill``) still works.
     """
-    if sparse_full_layers is not None:
-        raise CannotSplit(
-            "sparse_full_layers needs the attention engine behind the wire; a prefix held in "
-            "process is attended densely: leave it out"
-        )
     if not is_installed():
         raise PatchNotInstalled("call install_pion_attention_patch() first")
     require_splittable(model)
-    entry = _find_entry(namespace, prompt_cache)
+    entry = None if sparse_full_layers else _find_entry(namespace, prompt_cache)
+    if entry is None:
+        entry = _open_remote(namespace, prompt_cache, prefix_len, sparse_full_layers)
+    if entry is None and sparse_full_layers:
+        raise CannotSplit(
+            "sparse_full_layers needs the attention engine behind the wire "
+            "(PionPromptCache(stage2=True) and a server that holds the prefix); leave it out"
+        )
     if entry is None:
         return _rebuild(namespace, prompt_cache, prefix_len)
     if entry.model() is not model:
@@ -67,6 +75,16 @@ def _find_entry(namespace: str | bytes, prompt_cache: Any) -> PrefixEntry | None
     if store is None:
         raise TypeError(f"{type(prompt_cache).__name__} keeps no prefixes in process")
     entry: PrefixEntry | None = None if lane_is_off() else store.get(namespace)
+    return entry
+
+
+def _open_remote(
+    namespace: str | bytes, prompt_cache: Any, prefix_len: int, sparse: Mapping[str, Any] | None
+) -> PrefixEntry | None:
+    open_remote = getattr(prompt_cache, "open_remote", None)
+    if open_remote is None:
+        return None
+    entry: PrefixEntry | None = open_remote(namespace, prefix_len, sparse)
     return entry
 
 

@@ -118,7 +118,7 @@ def capture_prefix(model: Any, prompt_cache: Sequence[Any], tokens: int) -> Pref
     holds another number of tokens or none at all.
     """
     try:
-        slots = tuple(_capture_slot(one, tokens) for one in prompt_cache)
+        slots = tuple(capture_slot(one, tokens) for one in prompt_cache)
     except CannotSplit as error:
         raise CannotSplit(f"{model_name(model)}: {error}") from None
     arrays = [array for slot in slots for array in slot.arrays()]
@@ -135,12 +135,13 @@ def model_name(model: Any) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
-def _capture_slot(one: Any, tokens: int) -> Slot:
+def capture_slot(one: Any, tokens: int) -> Slot:
+    """Hold one cache of exactly ``tokens`` tokens, lazily; see `capture_prefix`."""
     if isinstance(one, SplitKVCache | SplitWindowCache):
         one = one.to_plain()
     kind = type(one)
     if kind is _cache.CacheList:
-        return SlotList(tuple(_capture_slot(inner, tokens) for inner in one.caches))
+        return SlotList(tuple(capture_slot(inner, tokens) for inner in one.caches))
     if kind in (_cache.KVCache, _cache.ConcatenateKVCache):
         _require_tokens(one, tokens)
         return FullSlot(_own(one.keys, one.values, slice(0, tokens), tokens))

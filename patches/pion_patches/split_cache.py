@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models import base, cache
@@ -49,11 +49,27 @@ class PrefixRows:
         return self
 
 
-class SplitCache:
-    """What the two kinds of split cache share: the request's own rows after a `PrefixRows`."""
+class SharedRows(Protocol):
+    """What a split cache reads of a prefix: a `PrefixRows`, or what stands for one."""
 
-    def __init__(self, prefix: PrefixRows) -> None:
-        self.prefix = prefix
+    @property
+    def keys(self) -> mx.array: ...
+
+    @property
+    def values(self) -> mx.array: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+class SplitCache:
+    """What the kinds of split cache share: the request's own rows after those of a prefix."""
+
+    def __init__(self, prefix: SharedRows) -> None:
+        self.prefix: SharedRows = prefix
         self.suffix: Any = _cache.KVCache()
         self.attended = 0
 

@@ -257,7 +257,11 @@ def meta(ctx: Context, args: Args) -> object:
         found = manifests.get(ns)
         return None if found is None else [found[0], found[1]]
     if action == "BEGIN":
-        return int(manifests.begin(ns, ctx.connection))
+        gen = int(manifests.begin(ns, ctx.connection))
+        if gen:
+            # Slots made of the rows before are not this fill's.
+            ctx.state.attend.drop_namespace(ns)
+        return gen
     gen = arguments.generation(args[2:])
     if action == "ABORT":
         manifests.abort(ns, gen)

@@ -1,0 +1,266 @@
+"""A stored prefix as a remote one: which of its layers the server attends to, and how.
+
+Layers that see the whole prefix stay on the server. Windows (never more rows than the window),
+recurrent state and whatever the engine cannot compute are fetched once, as a restore fetches them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import mlx.core as mx
+
+from pion_patches.lse import attend_with_lse, merge
+from pion_patches.prefix_entry import FullSlot, capture_slot
+from pion_patches.remote import RemoteLost, RemoteReader
+from pion_patches.split_cache import PrefixRows
+from pion_vllm_mlx.attend_wire import (
+    F32,
+    HEAD_DIMS,
+    SELECTORS,
+    AttendWire,
+    as_f32,
+    even_map,
+    is_missing,
+)
+from pion_vllm_mlx.manifest import LeafEntry, Manifest
+from pion_vllm_mlx.restore import Found, Miss
+from pion_vllm_mlx.transport import ServerError, TransportError
+from pion_vllm_mlx.transport.binary import ColdEntry
+
+T = TypeVar("T")
+
+#: A suffix of more bytes than this is attended to here and merged, instead of sent each time.
+_LARGEST_SUFFIX: Final = 1 << 20
+#: Seconds without a query after which the prefix might have been replaced under its name.
+_FRESH: Final = 0.5
+
+
+class NotOnTheWire(Exception):
+    """No layer of a prefix can be attended to in the server; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireLayer:
+    """A layer the server attends to: its cache's path, its layer there, the shape of its rows."""
+
+    path: tuple[int, ...]
+    layer: int
+    kv_heads: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """What ``sparse_full_layers`` says: single queries read the best `count` blocks of `block`."""
+
+    block: int
+    count: int
+    selector: str
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Sparse:
+        """Raise ValueError for settings that mean nothing."""
+        unknown = settings.keys() - {"K_block", "K_blocks", "selector"}
+        if unknown:
+            raise ValueError(f"sparse_full_layers knows K_block, K_blocks, selector, not {unknown}")
+        block, count = settings.get("K_block", 64), settings.get("K_blocks", 8)
+        for name, value in (("K_block", block), ("K_blocks", count)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is a number of 1 or more, not {value!r}")
+        selector = settings.get("selector", "block_mean")
+        if selector not in SELECTORS:
+            raise ValueError(f"selector {selector!r} is not one of {', '.join(SELECTORS)}")
+        return cls(block, count, selector)
+
+
+def wire_layers(manifest: Manifest) -> tuple[WireLayer, ...]:
+    """The layers the server can attend to; NotOnTheWire if there are none."""
+    found: list[WireLayer] = []
+    reasons: dict[str, None] = {}
+    shapes: dict[int, tuple[int, int]] = {}
+    for leaf in manifest.leaves:
+        layer = _wire_layer(leaf, len(manifest.ids))
+        if isinstance(layer, str):
+            reasons[layer] = None
+            continue
+        # WARM tells layers apart by the width of a row alone.
+        shape = (layer.kv_heads, layer.dim)
+        if shapes.setdefault(layer.kv_heads * layer.dim, shape) == shape:
+            found.append(layer)
+    if not found:
+        raise NotOnTheWire("; ".join(reasons) or "it has no caches")
+    return tuple(found)
+
+
+def _wire_layer(leaf: LeafEntry, tokens: int) -> WireLayer | str:
+    """The leaf as a wire layer, or why it is none."""
+    if leaf.kind not in ("KVCache", "ConcatenateKVCache"):
+        return f"a {leaf.kind} is not attended to in the server"
+    keys, values = leaf.keys, leaf.values
+    if keys is None or values is None or keys.layer != values.layer:
+        return "a layer without rows of both keys and values"
+    if not keys.count == values.count == tokens:
+        return "a layer with other rows than one a token"
+    sides = [leaf.meta.get(side) for side in ("keys", "values")]
+    shapes = [(side.get("heads"), *side.get("widths", ())) for side in sides if side is not None]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2:
+        return "keys and values of different widths"
+    heads, dim = shapes[0]
+    if dim not in HEAD_DIMS:
+        return f"head dimension {dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if keys.layout.fmt != "dense" or "raw" in (keys.store, values.store):
+        return "rows the server keeps as opaque bytes"
+    return WireLayer(leaf.path, keys.layer, heads, dim)
+
+
+class WirePrefix:
+    """One fill of a prefix on one server: a `RemotePrefix`.
+
+    `rehydrate` makes the server's slots again, after checking that it still holds this fill;
+    `still_held` only checks. `restore` gives ordinary caches of the prefix, whatever it takes.
+    `tell(error)` hears once why the wire was given up.
+    """
+
+    def __init__(
+        self,
+        wire: AttendWire,
+        sid: bytes,
+        found: Found,
+        layers: tuple[WireLayer, ...],
+        *,
+        rehydrate: Callable[[], None],
+        still_held: Callable[[], bool],
+        restore: Callable[[], list[Any]],
+        tell: Callable[[Exception], None],
+        sparse: Sparse | None = None,
+    ) -> None:
+        self.wire = wire
+        self.sid = sid
+        self.found = found
+        self.layers = {one.layer: one for one in layers}
+        self.sparse = sparse
+        self.is_lost = False
+        self._rehydrate = rehydrate
+        self._still_held = still_held
+        self._restore = restore
+        self._tell = tell
+        self._rows: dict[int, PrefixRows] | None = None
+        self._lock = threading.Lock()
+        self._asked_at = time.monotonic()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.found.manifest.ids)
+
+    def open(self) -> RemoteReader:
+        return WireReader(self)
+
+    def rows(self, layer: int) -> PrefixRows:
+        """The rows of a layer: kept in process, fetched, or computed again, once for all layers."""
+        with self._lock:
+            if self._rows is None:
+                caches = self._restore()
+                self._rows = dict(self._captured(caches))
+                mx.eval([(one.keys, one.values) for one in self._rows.values()])
+            return self._rows[layer]
+
+    def ask(self, query: Callable[[], T]) -> T:
+        """What `query` returns; raises RemoteLost when this prefix is not to be had there.
+
+        Slots that were demoted, or went with a restart, are made again and the query is put once
+        more: everything else that goes wrong is final.
+        """
+        if self.is_lost:
+            raise RemoteLost("given up before")
+        try:
+            if time.monotonic() - self._asked_at > _FRESH and not self._still_held():
+                raise Miss("changed", "stored anew or dropped")
+            try:
+                answer = query()
+            except ColdEntry:
+                self._rehydrate()
+                answer = query()
+            except ServerError as error:
+                if not is_missing(error):
+                    raise
+                self._rehydrate()
+                answer = query()
+        except (ColdEntry, ServerError, TransportError, Miss, ValueError) as error:
+            self.is_lost = True
+            self._tell(error)
+            raise RemoteLost(str(error)) from error
+        self._asked_at = time.monotonic()
+        return answer
+
+    def _captured(self, caches: list[Any]) -> Iterator[tuple[int, PrefixRows]]:
+        for one in self.layers.values():
+            slot = capture_slot(_at(caches, one.path), self.tokens)
+            assert isinstance(slot, FullSlot)
+            yield one.layer, slot.rows
+
+
+class WireReader:
+    """One request's queries to a `WirePrefix`."""
+
+    def __init__(self, prefix: WirePrefix) -> None:
+        self._prefix = prefix
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteReader:
+        return self._prefix.open()
+
+    def attend(
+        self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, need_lse: bool
+    ) -> tuple[mx.array, mx.array | None]:
+        """See `RemoteReader.attend`."""
+        heads, rows, dim = queries.shape
+        mx.eval(queries, keys, values)
+        small = 8 * keys.size <= _LARGEST_SUFFIX
+        sparse = self._prefix.sparse
+        if need_lse or not (small or (sparse is not None and rows == 1)):
+            return self._attend_and_merge(layer, queries, keys, values)
+        asked = as_f32(queries), as_f32(keys), as_f32(values)
+        head_map = even_map(heads, keys.shape[0])
+        out = self._prefix.ask(lambda: self._ask_fused(layer, asked, head_map))
+        return mx.array(out).reshape(heads, rows, dim), None
+
+    def attend_prefix(self, layer: int, queries: mx.array) -> tuple[mx.array, mx.array]:
+        """See `RemoteReader.attend_prefix`."""
+        mx.eval(queries)
+        asked, prefix = as_f32(queries), self._prefix
+        out, lse = prefix.ask(lambda: prefix.wire.query(prefix.sid, layer, asked, 0))
+        return mx.array(out), mx.array(lse)
+
+    def _ask_fused(self, layer: int, asked: tuple[F32, F32, F32], head_map: bytes) -> F32:
+        wire, sid, sparse = self._prefix.wire, self._prefix.sid, self._prefix.sparse
+        # Window 0, said aloud: the server may have a default of its own.
+        if sparse is None or asked[0].shape[1] > 1:
+            return wire.query_fused(sid, layer, *asked, head_map, 0)
+        blocks = (sparse.block, sparse.count)
+        lone = asked[0][:, 0], *asked[1:]
+        return wire.query_sparse_auto_fused(sid, layer, *lone, blocks, head_map, 0, sparse.selector)
+
+    def _attend_and_merge(
+        self, layer: int, queries: mx.array, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """The prefix there and the own rows here: what is sent does not grow with the suffix."""
+        heads, rows, dim = queries.shape
+        folded = queries.reshape(keys.shape[0], -1, dim)
+        out, lse = self.attend_prefix(layer, folded)
+        there = out.reshape(1, heads, rows, dim), lse.reshape(1, heads, rows)
+        scale = 1 / math.sqrt(dim)
+        here = attend_with_lse(queries[None], keys[None], values[None], scale=scale, mask="causal")
+        out, lse = merge([there, here])
+        return out[0], lse[0]
+
+
+def _at(caches: list[Any], path: tuple[int, ...]) -> Any:
+    one = caches[path[0]]
+    for place in path[1:]:
+        one = one.caches[place]
+    return one
