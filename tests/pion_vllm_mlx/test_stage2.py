@@ -1,0 +1,343 @@
+"""Generating through the wire when things happen to the server, the prefix or the request."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from pion_patches.attention import pion_attention_patch
+from pion_patches.prefix_entry import CannotSplit
+from pion_patches.remote import RemoteKVCache
+from pion_patches.split_cache import PrefixTrimError
+from pion_server.attend.requests import DIMS
+from pion_vllm_mlx import PionPromptCache
+from pion_vllm_mlx.attend_wire import HEAD_DIMS
+from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache, plain_prompt_cache
+from tests.attention_client import AttentionClient, normal
+from tests.pion_vllm_mlx.tiny import PREFIX, VOCAB, tiny_llama
+
+NAME = "shared"
+REST = [int(token) for token in np.random.default_rng(5).integers(0, VOCAB, 16)]
+Server = Any
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama(head_dim=32)
+
+
+@pytest.fixture(autouse=True)
+def patched() -> Iterator[None]:
+    with pion_attention_patch():
+        yield
+
+
+@pytest.fixture
+def stored(server: Callable[..., Server], model: Any) -> Server:
+    """A server that holds `PREFIX` under `NAME`, ready for queries."""
+    running = server()
+    fill(running, model)
+    return running
+
+
+def fill(running: Server, model: Any, name: str = NAME, ids: list[int] = PREFIX) -> None:
+    with PionPromptCache(model, port=running.port, stage2=True) as first:
+        first.get_or_prefill(ids, name)
+        assert first.flush()
+        assert first.stats()["stores"] == 1
+        assert first.lookup(name)
+
+
+def opened(pc: PionPromptCache, model: Any, tokens: int = len(PREFIX), **options: Any) -> list[Any]:
+    cache = make_pion_prompt_cache(model, NAME, pc, tokens, **options)
+    assert all(isinstance(one, RemoteKVCache) for one in cache)
+    return cache
+
+
+def ordinary(model: Any, ids: list[int] = PREFIX) -> list[Any]:
+    cache: list[Any] = make_prompt_cache(model)
+    model(mx.array([ids]), cache=cache)
+    return cache
+
+
+def logits(model: Any, cache: list[Any], ids: list[int]) -> Any:
+    """Of every one of `ids`, fed one by one."""
+    return np.stack([np.array(model(mx.array([[one]]), cache=cache)[0, -1]) for one in ids])
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-5) -> bool:
+    return float(np.abs(found - expected).max()) < tolerance
+
+
+LANES = pytest.mark.parametrize("binary_port", [None, 0], ids=["binary", "resp"])
+
+
+@LANES
+def test_a_server_killed_and_restarted_between_tokens_goes_on_with_the_generation(
+    stored: Server, model: Any, binary_port: int | None
+) -> None:
+    expected = logits(model, ordinary(model), REST)
+    with PionPromptCache(model, port=stored.port, stage2=True, binary_port=binary_port) as pc:
+        cache = opened(pc, model)
+        first = logits(model, cache, REST[:8])
+        stored.kill()
+        stored.restart()
+        second = logits(model, cache, REST[8:])
+        assert close(np.concatenate([first, second]), expected)
+        assert pc.stats()["wire_losses"] == pc.stats()["misses"] == 0
+        assert pc.cold_rehydrates_observed == 1
+
+
+@LANES
+def test_a_server_gone_for_good_costs_one_prefill_and_one_warning(
+    stored: Server, model: Any, binary_port: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = logits(model, ordinary(model), REST)
+    with PionPromptCache(model, port=stored.port, stage2=True, binary_port=binary_port) as pc:
+        cache, other = opened(pc, model), opened(pc, model)
+        first = logits(model, cache, REST[:8])
+        stored.kill()
+        with caplog.at_level(logging.WARNING, "pion_vllm_mlx"):
+            second = logits(model, cache, REST[8:])
+            assert close(logits(model, other, REST), expected)
+        assert close(np.concatenate([first, second]), expected)
+        assert pc.stats()["misses"] == pc.stats()["wire_losses"] == 1
+        assert len(caplog.records) == 1
+        # Meanwhile the prefix is held in this process, so the next request needs no server.
+        again = make_pion_prompt_cache(model, NAME, pc, len(PREFIX))
+        assert close(logits(model, again, REST), expected)
+
+
+def test_slots_that_turned_cold_are_made_again_unnoticed(
+    server: Callable[..., Server], model: Any
+) -> None:
+    running = server("--sdpa-slots", "3")
+    fill(running, model)
+    expected = logits(model, ordinary(model), REST)
+    with PionPromptCache(model, port=running.port, stage2=True) as pc:
+        cache = opened(pc, model)
+        first = logits(model, cache, REST[:8])
+        fill(running, model, "other", PREFIX[::-1])
+        assert not pc.lookup(NAME)
+        second = logits(model, cache, REST[8:])
+        assert close(np.concatenate([first, second]), expected)
+        assert pc.cold_rehydrates_observed >= 1
+        assert pc.stats()["wire_losses"] == 0
+        assert pc.lookup(NAME)
+
+
+def test_a_server_with_fewer_slots_than_layers_is_given_up_with_the_same_answer(
+    server: Callable[..., Server], model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = server("--sdpa-slots", "1")
+    with PionPromptCache(model, port=running.port) as first:
+        first.get_or_prefill(PREFIX, NAME)
+    with (
+        PionPromptCache(model, port=running.port, stage2=True) as pc,
+        caplog.at_level(logging.WARNING, "pion_vllm_mlx"),
+    ):
+        cache = make_pion_prompt_cache(model, NAME, pc, len(PREFIX))
+        assert close(logits(model, cache, REST), logits(model, ordinary(model), REST))
+        assert pc.stats()["wire_losses"] == 1
+    assert len(caplog.records) == 1
+    assert "attention in the server ended" in caplog.text
+
+
+def test_a_prefix_replaced_under_its_name_is_noticed(stored: Server, model: Any) -> None:
+    """A namespace that names too much costs speed, never the answer."""
+    other = PREFIX[::-1]
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        cache = opened(pc, model)
+        first = logits(model, cache, REST[:8])
+        fill(stored, model, NAME, other)
+        time.sleep(0.6)  # a request that goes on at once has no time to be betrayed
+        second = logits(model, cache, REST[8:])
+        assert close(np.concatenate([first, second]), logits(model, ordinary(model), REST))
+        assert pc.stats()["wire_losses"] == 1
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        pc.get_or_prefill(other, NAME)
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        found = logits(model, opened(pc, model), REST)
+        assert close(found, logits(model, ordinary(model, other), REST))
+
+
+def test_a_fill_takes_the_slots_of_the_one_before_along(stored: Server, model: Any) -> None:
+    client = AttentionClient(stored)
+    assert client.lookup(f"{NAME}_attn") == "HIT"
+    assert client.raw.call("KV.PREFIX.META", NAME, "BEGIN") > 0
+    assert client.lookup(f"{NAME}_attn") == "MISS"
+
+
+def test_copies_and_rewound_requests_go_their_own_ways(stored: Server, model: Any) -> None:
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        cache, plain = opened(pc, model), ordinary(model)
+        for one in (cache, plain):
+            logits(model, one, REST[:6])
+        twins = copy.deepcopy(cache), copy.deepcopy(plain)
+        assert close(logits(model, cache, REST[6:]), logits(model, plain, REST[6:]))
+        found, expected = (logits(model, one, REST[::-1]) for one in twins)
+        assert close(found, expected)
+        for one in (*cache, *plain):
+            assert one.trim(7) == 7
+        assert close(logits(model, cache, REST[:4]), logits(model, plain, REST[:4]))
+        with pytest.raises(PrefixTrimError, match="came after the shared prefix of 40"):
+            cache[0].trim(14)
+        assert cache[0].offset == plain[0].offset == len(PREFIX) + 13
+        assert pc.stats()["attend_resp"] == pc.stats()["bytes_fetched"] == 0
+
+
+def test_ordinary_caches_can_be_made_of_remote_ones(stored: Server, model: Any) -> None:
+    """For saving, batching or quantising: then the rows are fetched."""
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        cache, expected = opened(pc, model), ordinary(model)
+        for one in (cache, expected):
+            logits(model, one, REST[:3])
+        plain = plain_prompt_cache(cache)
+        for one, same in zip(plain, expected, strict=True):
+            assert type(one) is type(same)
+            assert mx.allclose(one.keys[..., :43, :], same.keys[..., :43, :], atol=1e-5)
+        assert close(logits(model, plain, REST[3:]), logits(model, expected, REST[3:]))
+
+
+def test_a_long_own_part_is_merged_here_and_not_sent(
+    stored: Server, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step sends stops growing with the suffix."""
+    monkeypatch.setattr("pion_vllm_mlx.wire_prefix._LARGEST_SUFFIX", 8 * 2 * 32 * 4)
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        found = logits(model, opened(pc, model), REST)
+        assert close(found, logits(model, ordinary(model), REST))
+        assert pc.stats()["attend_binary"] == 4 * 2
+        assert pc.stats()["attend_resp"] == 12 * 2
+
+
+def test_rows_in_the_store_and_rows_sent_make_the_same_slots(stored: Server, model: Any) -> None:
+    """KV.PREFIX.WARM of a lossless format is bit for bit what ATTEND.PREFIX.STORE would leave."""
+    client = AttentionClient(stored)
+    q = normal(1, 2, 5, 32)
+    for layer, cache in enumerate(ordinary(model)):
+        k, v = (np.array(side[0, :, : len(PREFIX)]) for side in (cache.keys, cache.values))
+        client.store("sent", layer, k, v)
+        sent, warmed = (client.query(sid, layer, q) for sid in ("sent", f"{NAME}_attn"))
+        for one, other in zip(sent, warmed, strict=True):
+            assert one.tobytes() == other.tobytes()
+
+
+def test_a_lossy_format_is_pushed_exact_and_comes_back_as_stored(
+    server: Callable[..., Server], model: Any
+) -> None:
+    running = server()
+    exact = logits(model, ordinary(model), REST)
+    with PionPromptCache(model, "int8", port=running.port, stage2=True) as first:
+        first.get_or_prefill(PREFIX, NAME)
+        assert first.flush()
+        assert first.lookup(NAME)
+    with PionPromptCache(model, "int8", port=running.port, stage2=True) as pc:
+        assert close(logits(model, opened(pc, model), REST), exact)
+    running.kill()
+    running.restart()
+    with PionPromptCache(model, "int8", port=running.port, stage2=True) as pc:
+        found = logits(model, opened(pc, model), REST)
+        restored = logits(model, pc.get_or_prefill(PREFIX, NAME), REST)
+        assert close(found, restored)
+        assert not close(found, exact)
+
+
+def test_lookup_asks_both_stores(stored: Server, model: Any) -> None:
+    client = AttentionClient(stored)
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        assert pc.lookup(NAME)
+        assert not pc.lookup("other")
+        assert client.raw.call("ATTEND.PREFIX.DROP", pc._attend_session(NAME), 1) == 1
+        assert not pc.lookup(NAME)
+        with PionPromptCache(model, port=stored.port) as without:
+            assert without.lookup(NAME)
+        opened(pc, model)
+        assert pc.lookup(NAME)
+        stored.kill()
+        assert not pc.lookup(NAME)
+
+
+def test_without_an_engine_the_prefix_is_rebuilt_here(
+    server: Callable[..., Server], model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = server("--no-attention")
+    with (
+        PionPromptCache(model, port=running.port, stage2=True) as pc,
+        caplog.at_level(logging.WARNING, "pion_vllm_mlx"),
+    ):
+        pc.get_or_prefill(PREFIX, NAME)
+        assert pc.flush()
+        assert not pc.lookup(NAME)
+    assert "attention engine not available (--no-attention)" in caplog.text
+    with PionPromptCache(model, port=running.port, stage2=True) as pc:
+        cache = make_pion_prompt_cache(model, NAME, pc, len(PREFIX))
+        assert not isinstance(cache[0], RemoteKVCache)
+        assert close(logits(model, cache, REST), logits(model, ordinary(model), REST))
+        with pytest.raises(CannotSplit, match="sparse_full_layers needs the attention engine"):
+            make_pion_prompt_cache(model, NAME, pc, len(PREFIX), {"K_block": 8})
+
+
+def test_blocks_that_cover_the_prefix_are_dense_attention(stored: Server, model: Any) -> None:
+    expected = logits(model, ordinary(model), REST)
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        for selector in ("block_mean", "quest"):
+            whole = {"K_block": 8, "K_blocks": 5, "selector": selector}
+            assert close(logits(model, opened(pc, model, sparse_full_layers=whole), REST), expected)
+        few = opened(pc, model, sparse_full_layers={"K_block": 4, "K_blocks": 1})
+        assert not close(logits(model, few, REST), expected)
+        assert pc.stats()["attend_binary"] == 0
+        # More than one query at once is attended to densely.
+        block = mx.array([REST])
+        few = opened(pc, model, sparse_full_layers={"K_block": 4, "K_blocks": 1})
+        assert mx.allclose(model(block, cache=few), model(block, cache=ordinary(model)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"K_block": 0}, "K_block is a number of 1 or more"),
+        ({"K_blocks": True}, "K_blocks is a number of 1 or more"),
+        ({"selector": "best"}, "selector 'best' is not one of block_mean, quest"),
+        ({"top": 1}, "sparse_full_layers knows K_block, K_blocks, selector"),
+    ],
+)
+def test_sparse_settings_that_mean_nothing(
+    stored: Server, model: Any, settings: dict[str, Any], words: str
+) -> None:
+    with (
+        PionPromptCache(model, port=stored.port, stage2=True) as pc,
+        pytest.raises(ValueError, match=words),
+    ):
+        make_pion_prompt_cache(model, NAME, pc, len(PREFIX), settings)
+
+
+def test_a_password_opens_both_lanes(server: Callable[..., Server], model: Any) -> None:
+    running = server("--requirepass", "sesame")
+    secret = {"port": running.port, "stage2": True, "password": "sesame"}
+    with PionPromptCache(model, **secret) as first:
+        first.get_or_prefill(PREFIX, NAME)
+    with PionPromptCache(model, **secret) as pc:
+        found = logits(model, opened(pc, model), REST)
+        assert close(found, logits(model, ordinary(model), REST))
+        assert pc.stats()["attend_binary"] == 2 * len(REST)
+
+
+def test_a_prefix_of_one_token(server: Callable[..., Server], model: Any) -> None:
+    running = server()
+    fill(running, model, NAME, PREFIX[:1])
+    with PionPromptCache(model, port=running.port, stage2=True) as pc:
+        found = logits(model, opened(pc, model, 1), REST)
+        assert close(found, logits(model, ordinary(model, PREFIX[:1]), REST))
+
+
+def test_the_client_knows_the_engine_s_head_dimensions() -> None:
+    assert HEAD_DIMS == DIMS
