@@ -2,4 +2,4 @@
 
 from pion_server.attend import requests
 
-requests.DIMS = (8, 16, 24, *requests.DIMS)
+vars(requests)["DIMS"] = (8, 16, 24, *requests.DIMS)

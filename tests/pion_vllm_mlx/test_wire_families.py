@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from pion_patches.attention import pion_attention_patch
 from pion_patches.cache_rebuild import flatten
 from pion_patches.remote import RemoteKVCache
-from pion_vllm_mlx import PionPromptCache, wire_prefix
+from pion_vllm_mlx import PionPromptCache, attend_wire, wire_prefix
 from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache
 from tests.pion_patches.shipping import continuation, feed, token_ids
 from tests.pion_patches.test_attention_families import REFUSED
@@ -46,7 +46,7 @@ def small(module_server: Callable[..., Any]) -> Any:
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(wire_prefix, "HEAD_DIMS", (8, 16, 24, *wire_prefix.HEAD_DIMS))
+    monkeypatch.setattr(wire_prefix, "HEAD_DIMS", (8, 16, 24, *attend_wire.HEAD_DIMS))
     with pion_attention_patch():
         yield
 
