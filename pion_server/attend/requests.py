@@ -299,7 +299,8 @@ def tensor(
         raise BadArgument(f"{name}: {what} has {len(blob)} bytes, {sides} needs {wanted}")
     import numpy as np
 
-    return np.require(np.frombuffer(blob, dtype), requirements=["ALIGNED"]).reshape(shape)
+    flat = np.frombuffer(blob, dtype)
+    return (flat if flat.flags.aligned else flat.copy()).reshape(shape)
 
 
 def even_map(heads: int, kv_heads: int) -> NDArray[np.int32]:

@@ -1,7 +1,7 @@
 """The binary lane's frames, sans-IO: u16 magic CA5E, u8 command or status, u32 length, body.
 
 Little-endian, both ways. A body that does not arrive with its header is received straight into
-its own buffer.
+its own buffer; one that does is copied out of the scratch space once.
 
     parser = FrameParser(memoryview(bytearray(SCRATCH)))
     n = sock.recv_into(parser.get_buffer())
@@ -12,7 +12,7 @@ its own buffer.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pion_server.errors import ColdMiss, CommandError, Replay
 from pion_server.payload import Buffer, Payload
@@ -31,8 +31,7 @@ class Unparsable(CommandError):
     """A body whose parts do not add up to its length; answered MISS."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One request. `body` is None for one that was too long to be kept."""
 
     command: int
@@ -46,13 +45,17 @@ class FrameParser:
     longer one is read, dropped and handed out as None.
     """
 
-    __slots__ = ("_body", "_command", "_data", "_filled", "_length", "_pos", "_scratch", "limits")
+    __slots__ = (
+        *("_body", "_command", "_data", "_filled", "_first", "_length", "_pos", "_scratch"),
+        "limits",
+    )
 
     def __init__(self, scratch: memoryview, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self._scratch = scratch
-        self._data = b""
+        self._data: Buffer = b""
         self._pos = 0
+        self._first: Frame | None = None  # complete, not handed out yet
         self._command: int | None = None  # of the frame whose body is under way
         self._length = self._filled = 0
         self._body: memoryview | None = None  # None: it is dropped
@@ -69,9 +72,13 @@ class FrameParser:
         """`n` bytes were written to the start of `get_buffer()`."""
         if self._command is not None:
             self._filled += n
+        elif self._pos < len(self._data):
+            self._data, self._pos = bytes(self._data[self._pos :]) + self._scratch[:n], 0
         else:
-            self._data = self._data[self._pos :] + self._scratch[:n]
-            self._pos = 0
+            # Nothing came before: the first frame need not be copied with what is behind it.
+            self._data, self._pos = self._scratch[:n], 0
+            self._first = self._parse()
+            self._data, self._pos = bytes(self._data[self._pos :]), 0
 
     @property
     def in_request(self) -> bool:
@@ -80,14 +87,19 @@ class FrameParser:
 
     def next_request(self) -> Frame | None:
         """The next complete frame; None when more bytes are needed."""
-        if self._command is not None:
-            if self._filled < self._length:
-                return None
-            frame = Frame(self._command, self._body)
-            self._command = self._body = None
+        if self._first is not None:
+            frame, self._first = self._first, None
             return frame
+        if self._command is not None:
+            return self._close_body() if self._filled == self._length else None
+        return self._parse()
+
+    def _parse(self) -> Frame | None:
+        """The frame that begins at the position, which moves past what is taken of it."""
         start = self._pos + HEADER.size
         if start > len(self._data):
+            if self._pos == len(self._data):
+                return None
             self._check_magic()
             return None
         magic, command, length = HEADER.unpack_from(self._data, self._pos)
@@ -99,11 +111,11 @@ class FrameParser:
         if length > self.limits.bulk or start + length > len(self._data):
             return self._open_body(command, length)
         self._pos += length
-        return Frame(command, self._data[start : self._pos])
+        return Frame(command, bytes(self._data[start : self._pos]))
 
     def _check_magic(self) -> None:
         """Refuse a stranger at its first byte: it may never send as many as a header has."""
-        begun = self._data[self._pos : self._pos + 2]
+        begun = bytes(self._data[self._pos : self._pos + 2])
         if not MAGIC.to_bytes(2, "little").startswith(begun):
             raise ProtocolError("bad magic")
 
@@ -115,7 +127,13 @@ class FrameParser:
             self._body = fresh_buffer(length)
             self._body[: len(here)] = here
         self._pos += len(here)
-        return self.next_request() if self._filled == length else None
+        return self._close_body() if self._filled == length else None
+
+    def _close_body(self) -> Frame:
+        assert self._command is not None
+        frame = Frame(self._command, self._body)
+        self._command = self._body = None
+        return frame
 
 
 def encode_frame(value: object, protocol: int = 2) -> list[Outgoing]:

@@ -94,7 +94,7 @@ class Channel:
             return self._end()
         try:
             self._parser.buffer_updated(n)
-        except ProtocolError as error:
+        except (ProtocolError, MemoryError) as error:
             self._refuse(error)
             return self._flush()
         return self._advance()
