@@ -82,14 +82,18 @@ class Engine:
             return memoryview(b"")
         assert slot is not None
         assert suffix.rows is not None
-        out, lse = portable.decode(
+        joined = portable.decode(
             mx.array(step.queries),
             (slot.keys, slot.values),
             (suffix.rows.keys[:, : suffix.length], suffix.rows.values[:, : suffix.length]),
             step.head_map,
             step.window,
         )
-        return _reply(mx.concatenate([out.reshape(-1), lse.reshape(-1)]))
+        mx.eval(joined)
+        # Parted here: for one token, each array more costs MLX what numpy needs for all of it.
+        rows = np.asarray(joined)
+        parts = rows[..., :-1].reshape(-1), rows[..., -1].reshape(-1)
+        return np.concatenate(parts).data.cast("B")
 
     def _query(self, slot: Slot, request: DenseQuery) -> memoryview:
         first = self._first(request.window, slot.shape.tokens)

@@ -79,11 +79,12 @@ def decode(
     suffix: tuple[mx.array, mx.array],
     head_map: NDArray[np.int32],
     window: int,
-) -> tuple[mx.array, mx.array]:
+) -> mx.array:
     """Queries [H_q][M][D] at the last M positions of a suffix, over the prefix before it too.
 
     `prefix` and `suffix` are K and V, `[H_kv][N][D]` and `[H_kv][S >= M][D]`. Causal; `window`
-    W > 0: the last W positions up to the query's own. Output as q, log-sum-exp [H_q][M].
+    W > 0: the last W positions up to the query's own. Answers [H_q][M][D + 1]: the output and, as
+    a last column, the log-sum-exp.
     """
     many, total = q.shape[1], prefix[0].shape[1]
     asked = total + suffix[0].shape[1] - many
@@ -97,8 +98,7 @@ def decode(
         top, denominator, weighted = _accumulate(folded, tiles)
         return mx.concatenate([weighted / denominator, top + mx.log(denominator)], axis=-1)
 
-    joined = _by_kv_head(q, head_map, prefix[0].shape[0], part)
-    return joined[..., :-1], joined[..., -1]
+    return _by_kv_head(q, head_map, prefix[0].shape[0], part)
 
 
 def query_sparse(
