@@ -19,7 +19,7 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 def test_examples_miss_then_hit_then_do_without_a_server(
     server: Callable[..., Any], tmp_path: Path
 ) -> None:
-    quick_start, shared_prefix = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    quick_start, shared_prefix, retrieval = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     running = server()
     script = tmp_path / "example.py"
 
@@ -30,7 +30,7 @@ def test_examples_miss_then_hit_then_do_without_a_server(
         )
         return done.stdout.splitlines()
 
-    first, second = run(quick_start), run(quick_start + shared_prefix)
+    first, second = run(quick_start), run(quick_start + shared_prefix + retrieval)
     running.kill()
     third = run(quick_start)
     assert "7 to 10" in first[0]
@@ -38,7 +38,11 @@ def test_examples_miss_then_hit_then_do_without_a_server(
     assert "'misses': 1, " in first[-1]
     answer, stats = second[: len(first) - 1], second[len(first) - 1]
     assert "'hits': 1, " in stats
-    assert second[len(first) :] == answer
+    rest = second[len(first) :]
+    assert rest[: len(answer)] == answer
+    one, several = rest[len(answer) :]
+    assert "1612" in one
+    assert "37 metres" in several
     assert "'misses': 1, " in third[-1]
 
 
