@@ -151,7 +151,8 @@ class DecodeSessions:
             with self._lock:
                 session.steps -= 1
                 session.used_at = self._clock()
-                if not session.layers and not session.steps:
+                # Closed meanwhile, its name may be another's by now.
+                if self._held.get(name) is session and not (session.layers or session.steps):
                     self._remove(name)
 
     def growth(self, session: Session, step: DecodeStep, prefix: Shape) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pion_server.attend import reference
 from pion_vllm_mlx.decode_session import DecodeSession
@@ -252,6 +254,47 @@ def test_a_step_that_failed_on_both_lanes_can_be_asked_again(connected: Connecte
     connected.now += 10
     text.check(session, 1)
     assert session.replays == 0
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["step", "rewind", "again", "lose", "close", "evict", "lane"]),
+            st.integers(0, 1),
+            st.integers(1, 5),
+        ),
+        max_size=14,
+    )
+)
+def test_whatever_happens_answers_are_right(
+    connected: Connected, events: list[tuple[str, int, int]]
+) -> None:
+    """Two generations, one event after another; every answer is compared with float64."""
+    pairs = [(connected.session("RESP"), Text(20)), (connected.session(), Text(21))]
+    forgotten = [0, 0]
+    for session, text in pairs:
+        text.step(session, 2)
+    for event, who, count in events:
+        session, text = pairs[who]
+        match event:
+            case "rewind":
+                text.trim(min(count, text.kv.shape[3]))
+            case "again":
+                text.check(session, min(count, text.kv.shape[3]))
+            case "lose":
+                connected.relays[1].lose = 1
+            case "close":
+                session.close()
+            case "evict":  # as the server does it: the client is not told
+                session._close()
+                forgotten[who] += 1
+            case "lane":  # whatever was lost before, both lanes are tried again
+                connected.now += 10
+        text.step(session, count)
+    assert all(session.replays <= lost for (session, _), lost in zip(pairs, forgotten, strict=True))
 
 
 def test_a_slow_server_is_not_asked_twice(connected: Connected) -> None:

@@ -114,6 +114,16 @@ def test_a_session_closed_during_a_step_is_replay() -> None:
     assert (sessions.count, sessions.nbytes) == (0, 0)
 
 
+def test_a_step_that_outlives_its_session_leaves_the_next_of_that_name_alone() -> None:
+    sessions = DecodeSessions()
+    with sessions.stepping(step(1).request()) as session:
+        assert held(sessions, 1)
+        take(sessions, step(1))
+        with pytest.raises(Replay, match="closed"):
+            sessions.open(session, step(1).request(), PREFIX)
+    assert (sessions.count, sessions.nbytes) == (1, 64 * ROW)
+
+
 def test_a_first_step_that_fails_leaves_nothing() -> None:
     sessions = DecodeSessions()
     with pytest.raises(BadArgument), sessions.stepping(step().request()):
