@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 
 def interleave(
@@ -27,3 +28,14 @@ def interleave(
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     """The median of every contestant's seconds."""
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """`ratio`, the median of the rounds' own ratios, and its 95% interval, `low` to `high`.
+
+    Percentile bootstrap of 2,000 samples with a fixed seed. What disturbs a whole round cancels.
+    """
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    draw = random.Random(0)
+    samples = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {"ratio": statistics.median(ratios), "low": samples[50], "high": samples[1949]}
