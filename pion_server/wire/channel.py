@@ -1,8 +1,8 @@
 """One client's socket: reads requests, has them executed one at a time, writes replies in order.
 
 Requests are read on while replies wait for a slow reader, or a client that writes its whole
-pipeline before it reads would deadlock. Reading pauses only while a command runs off the loop:
-commands end by themselves, and meanwhile the kernel's buffer is queue enough.
+pipeline before it reads would deadlock. While a command runs off the loop only the request behind
+it is read: rows of one layer arrive while those before them are written.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _TURN_COMMANDS = 256
 _TURN_BYTES = 8 * 1024 * 1024
 _TURN_REPLIES = 1024 * 1024
+# A request read while a command runs holds memory beside that command's: no larger argument.
+_LARGEST_AHEAD = 8 * 1024 * 1024
 # How long a closing connection's late bytes are read and dropped. Closing with unread input
 # resets the connection, and the reset can overtake the error that explains it.
 _LINGER = 1.0
@@ -51,6 +53,8 @@ class Channel:
         self._heard = 0.0  # when the last bytes came, on lanes where that matters
         self._watch: asyncio.TimerHandle | None = None
         self._busy = False  # a command is running off the loop
+        self._ahead: Any = None  # the request behind it, or what is wrong with that
+        self._reads_ahead = False  # it is still on its way
         self._queued = False  # the rest of the parsed input waits for the next turn
         self._reading = False
         self._writing = False
@@ -78,10 +82,12 @@ class Channel:
     def _on_readable(self) -> None:
         if self._ending:
             return self._discard()
-        if self._busy or self._queued:
+        if self._queued or (self._busy and not self._reads_ahead):
             # The parser is not empty yet. Most clients send nothing now, so only here is it
             # worth the system calls to stop listening.
             return self._read(False)
+        if self._busy:
+            return self._receive_ahead()
         try:
             n = self._sock.recv_into(self._parser.get_buffer())
         except (BlockingIOError, InterruptedError):
@@ -98,6 +104,41 @@ class Channel:
             self._refuse(error)
             return self._flush()
         return self._advance()
+
+    def _receive_ahead(self) -> None:
+        """Take more of the request behind the running command; how the input ends is seen later."""
+        try:
+            n = self._sock.recv_into(self._parser.get_buffer())
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            n = 0
+        if n == 0:
+            self._reads_ahead = False
+            return self._read(False)
+        try:
+            self._parser.buffer_updated(n)
+        except ProtocolError as error:
+            self._ahead, self._reads_ahead = error, False
+            return None
+        return self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Parse the request behind the running command, or read on until it is there."""
+        try:
+            self._ahead = self._parser.next_request()
+        except (ProtocolError, MemoryError) as error:
+            self._ahead = error
+        more = self._ahead is None and len(self._parser.get_buffer()) <= _LARGEST_AHEAD
+        self._reads_ahead = more and not self._input_ended
+        if self._reads_ahead:
+            self._read(True)
+
+    def _take_ahead(self) -> Any:
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        return ahead
 
     def _limit_input(self) -> None:
         known = self.connection.authenticated
@@ -134,7 +175,7 @@ class Channel:
                 self._loop.call_soon(self._advance)
                 break
             try:
-                request = self._parser.next_request()
+                request = self._parser.next_request() if self._ahead is None else self._take_ahead()
             except (ProtocolError, MemoryError) as error:
                 self._refuse(error)
                 break
@@ -155,12 +196,14 @@ class Channel:
         if type(result) is CoroutineType:
             self._busy = True
             self._loop.create_task(self._await(result))
+            if self.connection.authenticated:  # else what may follow is not known yet
+                self._look_ahead()
         else:
             self._reply(result)
 
     async def _await(self, result: Coroutine[Any, Any, object]) -> None:
         value = await result
-        self._busy = False
+        self._busy = self._reads_ahead = False
         if self._closed:
             return self._server.forget(self)
         if self._ending:  # an earlier reply broke off: nothing may follow it
