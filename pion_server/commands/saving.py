@@ -9,6 +9,10 @@ from typing import Any
 from pion_server.commands.registry import Args, Context, command
 from pion_server.errors import CommandError
 from pion_server.state import ServerState
+from pion_server.store.saving import collector_paused
+
+# How long writers wait at once while the index learns where everything lies now.
+ADOPT_SECONDS = 0.005
 
 
 @command("SAVE", min_args=0, max_args=0)
@@ -23,33 +27,51 @@ def save(ctx: Context, args: Args) -> str:
 async def save_default(state: ServerState) -> str:
     """Snapshot both stores and empty their logs; one at a time, the next waits its turn."""
     async with state.save_lock:
-        async with state.writer_lock:
-            saving = await asyncio.to_thread(state.stores.begin_save)
-        try:
-            await asyncio.to_thread(saving.write)
-            async with state.writer_lock:
-                await asyncio.to_thread(saving.finish)
-        except OSError as error:
-            saving.abandon()
-            raise CommandError(f"KV.PREFIX.SAVE failed: {error.strerror or error}") from error
-        except BaseException:
-            saving.abandon()
-            raise
+        with collector_paused():
+            await _save(state)
     return "OK"
 
 
+async def _save(state: ServerState) -> None:
+    async with state.writer_lock:
+        saving = await asyncio.to_thread(state.stores.begin_save)
+    try:
+        await asyncio.to_thread(saving.write)
+        async with state.writer_lock:
+            await asyncio.to_thread(saving.finish)
+        adopted = False
+        while not adopted:
+            async with state.writer_lock:
+                adopted = await asyncio.to_thread(saving.adopt, ADOPT_SECONDS)
+    except OSError as error:
+        saving.abandon()
+        raise _failed(error) from error
+    except BaseException:
+        saving.abandon()
+        raise
+    finally:
+        await asyncio.to_thread(saving.take_apart)
+
+
 def save_copy(state: ServerState, relative: str) -> Coroutine[Any, Any, str]:
-    """An extra snapshot at a path relative to the data directory."""
+    """Extra snapshots at a path relative to the data directory."""
 
     async def run() -> str:
         target = state.stores.options.directory / relative
         async with state.save_lock:
-            async with state.writer_lock:
-                work = await asyncio.to_thread(state.stores.begin_copy, target)
-            try:
-                await asyncio.to_thread(work)
-            except OSError as error:
-                raise CommandError(f"KV.PREFIX.SAVE failed: {error.strerror or error}") from error
+            with collector_paused():
+                async with state.writer_lock:
+                    copying = await asyncio.to_thread(state.stores.begin_copy, target)
+                try:
+                    await asyncio.to_thread(copying.write)
+                except OSError as error:
+                    raise _failed(error) from error
+                finally:
+                    await asyncio.to_thread(copying.take_apart)
         return "OK"
 
     return run()
+
+
+def _failed(error: OSError) -> CommandError:
+    return CommandError(f"KV.PREFIX.SAVE failed: {error.strerror or error}")

@@ -4,6 +4,9 @@
 2. `write()` in a thread: the snapshot goes to `<path>.tmp` and is flushed.
 3. `catch_up()` in the same thread: records appended meanwhile are copied to a new log.
 4. `finish()` under the writer lock: the last few records, then both renames, snapshot first.
+5. `Frozen.adopt()` under the writer lock, again and again for a moment: the index, whose records
+   lie in the old files until then, is pointed at the new ones.
+6. `take_apart()` in a thread: what all this has gathered goes piece by piece.
 A crash anywhere leaves the old pair or, between the renames, the new snapshot with the old log,
 whose records up to the snapshot's `covers` are skipped at start-up.
 """
@@ -12,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from pion_server.errors import DamagedEntry
 from pion_server.store.checksum import crc32c
@@ -45,7 +49,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One record for the snapshot; `adopt` is told where its body lies once it counts.
+    """One record for the snapshot; `placed` is told where its body lies in the new file, which
+    counts only once the compaction has finished.
 
     `instead` makes the items to write when a part proves damaged while it is copied. A damaged
     item has no body and a checksum no body has: reading it stays an error.
@@ -54,26 +59,47 @@ class Item:
     type: int
     meta: bytes
     parts: list[Part | bytes]
-    adopt: Callable[[Record], None] | None = None
+    placed: Callable[[Record], None] | None = None
     instead: Callable[[], Iterable[Item]] | None = None
     damaged: bool = False
 
 
-def whole_item(type_: int, meta: bytes, record: Record, adopt: Callable[[Record], None]) -> Item:
+def whole_item(type_: int, meta: bytes, record: Record, placed: Callable[[Record], None]) -> Item:
     """A record's body as it is, or a damaged item if it fails its checksum."""
 
     def damaged() -> list[Item]:
-        return [Item(type_, meta, [], adopt, damaged=True)]
+        return [Item(type_, meta, [], placed, damaged=True)]
 
-    return Item(type_, meta, [Part(record, 0, record.length)], adopt, damaged)
+    return Item(type_, meta, [Part(record, 0, record.length)], placed, damaged)
+
+
+class Frozen(Protocol):
+    """A store's live state at one moment; made under the writer lock, in any thread."""
+
+    def items(self) -> Iterator[Item]:
+        """What the snapshot holds; read in a thread, it touches nothing that may change."""
+
+    def adopt(self) -> Iterator[None]:
+        """Point the live index at the snapshot's copies, a little at each step. The writer lock
+        is held during a step; between two of them there may be writes of any kind."""
+
+    def take_apart(self) -> None:
+        """Let go of everything, piece by piece."""
+
+
+def drain(pile: list[Any] | dict[Any, Any]) -> None:
+    """Empty it piece by piece: freed as a whole, a million objects stop all threads at once."""
+    remove = pile.popitem if isinstance(pile, dict) else pile.pop
+    while pile:
+        remove()
 
 
 class Compaction:
     """One run of it over one log. `abandon()` is safe at any point before `finish()` returned."""
 
-    def __init__(self, log: RecordLog, snapshot: Path, items: Iterable[Item]) -> None:
+    def __init__(self, log: RecordLog, snapshot: Path, frozen: Frozen) -> None:
         self._log = log
-        self._items = items
+        self.frozen = frozen
         self._path = snapshot
         self._tmp = snapshot.with_name(snapshot.name + ".tmp")
         self.covers = log.seq
@@ -82,7 +108,6 @@ class Compaction:
         self._moved: list[tuple[Record, int]] = []
         self._new_log: StoreFile | None = None
         self._new_end = 0
-        self._adopted: list[tuple[Callable[[Record], None], Record]] = []
         self._file: StoreFile | None = None
         log.tail = self._tail
 
@@ -91,7 +116,7 @@ class Compaction:
         self._tmp.unlink(missing_ok=True)
         file = StoreFile.open(self._tmp, truncate=True)
         at = file.write([pack_file_header(self._log.kind, self._log.marker, self.covers)], 0)
-        for item in self._items:
+        for item in self.frozen.items():
             at = self._write_item(file, at, item)
         file.sync()
         self._file = file
@@ -112,15 +137,18 @@ class Compaction:
         head = Head(self.covers, item.type, item.meta, end - body, crc)
         file.write([pack_head(MAGIC, marker, head)], at)
         file.write([pack_head(TRAILER_MAGIC, marker, head)], end)
-        if item.adopt is not None:
-            record = Record(head.seq, item.type, item.meta, (file, body), head.body_len, crc)
-            self._adopted.append((item.adopt, record))
+        if item.placed is not None:
+            item.placed(Record(head.seq, item.type, item.meta, (file, body), head.body_len, crc))
         return end + head.size
 
-    def publish_copy(self, target: Path) -> None:
-        """Rename the snapshot to `target` and change nothing else (SAVE to another path)."""
-        os.replace(self._tmp, target)
-        sync_directory(target.parent)
+    def ignore_new_records(self) -> None:
+        """A copy needs none of those appended while it is written."""
+        self._log.tail = None
+
+    def publish_copy(self) -> None:
+        """Rename the snapshot into place and change nothing else (SAVE to another path)."""
+        os.replace(self._tmp, self._path)
+        sync_directory(self._path.parent)
 
     def catch_up(self) -> None:
         """Copy what was appended since the freeze into the new log, while writers go on."""
@@ -177,9 +205,15 @@ class Compaction:
         log.tail = None
         for record, body in self._moved:
             record.where = (self._new_log, body)
-        for adopt, record in self._adopted:
-            adopt(record)
         log.replace(self._new_log, self._new_end, len(self._moved))
+
+    def take_apart(self) -> None:
+        """Let go of all that was gathered, when it counts or is abandoned."""
+        self._tail, self._moved, tail, moved = [], [], self._tail, self._moved
+        for pile in (tail, moved):
+            drain(pile)
+        self._file = self._new_log = None
+        self.frozen.take_apart()
 
     def abandon(self) -> None:
         """Forget everything; the old snapshot and log stand as they were."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from pion_server.store.files import (
 )
 from pion_server.store.log import READ_CHUNK, DiskFull, ForeignFile, Record, RecordLog
 from pion_server.store.reading import LogReader
+from pion_server.store.saving import Copying, Saving, collector_paused
 from pion_server.store.snapshot import VStoreFreeze, replay
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore
@@ -31,6 +30,8 @@ from pion_server.store.vstore import VStore
 VSTORE_KIND, SSM_KIND = 1, 2
 # Given back beyond what is needed, so that the notes about it fit too.
 ROOM_MARGIN = 64 << 10
+# Of the recurrent state's file beside a copy of the V-store.
+COPY_SUFFIX = ".ssm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +48,6 @@ class StoreOptions:
     keep_cut: bool = False
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: hundreds of thousands of records that all stay would be
-    gone through again and again, with everybody waiting."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@dataclass(slots=True)
-class Saving:
-    """One SAVE in progress over both logs: `write` in a thread, `finish` under the writer lock."""
-
-    parts: list[tuple[Compaction, Callable[[], None]]]
-
-    def write(self) -> None:
-        """Write and flush both snapshots, then copy the records appended meanwhile."""
-        with collector_paused():
-            for compaction, _ in self.parts:
-                compaction.write()
-            for compaction, _ in self.parts:
-                compaction.catch_up()
-
-    def finish(self) -> None:
-        """Put the new files into place."""
-        with collector_paused():
-            for compaction, adopt in self.parts:
-                compaction.finish()
-                adopt()
-            gc.freeze()
-
-    def abandon(self) -> None:
-        for compaction, _ in self.parts:
-            compaction.abandon()
-
-
 @dataclass(slots=True)
 class Stores:
     """Everything a worker keeps on disk."""
@@ -97,6 +58,8 @@ class Stores:
     options: StoreOptions
     notices: list[str]
     _lock: DirectoryLock
+    # From the freeze of a SAVE until the index refers to the new files.
+    saving: bool = False
 
     @property
     def snapshot_path(self) -> Path:
@@ -156,9 +119,9 @@ class Stores:
 
     def _release_dead(self) -> None:
         """Punch dead bodies out of the files. What made them dead must be durable before."""
+        if self.saving:
+            raise LogFailed("a SAVE is under way")
         for log in self._logs:
-            if log.tail is not None:
-                raise LogFailed("a SAVE is under way")
             if not log.file.can_punch():
                 raise LogFailed("this file system has no holes")
             log.sync()
@@ -180,26 +143,15 @@ class Stores:
                 f"KV.PREFIX.SAVE failed: --max-disk {limit}: {self.disk_bytes} bytes used, "
                 f"{self.live_bytes} more needed for a while"
             )
-        freeze = VStoreFreeze(self.vstore)
-        vstore = Compaction(self.vstore.log, self.snapshot_path, freeze.items())
+        vstore = Compaction(self.vstore.log, self.snapshot_path, VStoreFreeze(self.vstore))
         ssm = Compaction(self.ssm.log, self.ssm_snapshot_path, self.ssm.freeze())
-        return Saving([(vstore, freeze.adopt), (ssm, lambda: None)])
+        return Saving(self, [vstore, ssm])
 
-    def begin_copy(self, target: Path) -> Callable[[], None]:
-        """An extra V-store snapshot at `target`; the returned work runs in a thread."""
-        freeze = VStoreFreeze(self.vstore)
-        compaction = Compaction(self.vstore.log, target, freeze.items())
-        self.vstore.log.tail = None
-
-        def work() -> None:
-            try:
-                compaction.write()
-                compaction.publish_copy(target)
-            except OSError:
-                compaction.abandon()
-                raise
-
-        return work
+    def begin_copy(self, target: Path) -> Copying:
+        """Freeze both stores for an extra copy; the writer lock is held."""
+        vstore = Compaction(self.vstore.log, target, VStoreFreeze(self.vstore))
+        beside = target.with_name(target.name + COPY_SUFFIX)
+        return Copying(vstore, Compaction(self.ssm.log, beside, self.ssm.freeze()))
 
     def sync(self) -> None:
         """COMMIT: both logs on stable storage."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from pion_server.errors import DamagedEntry
 from pion_server.formats import Format
-from pion_server.store.compaction import Item, Part, whole_item
+from pion_server.store.compaction import Item, Part, drain, whole_item
 from pion_server.store.entries import RecordType, dump_meta, load_meta, name_bytes
 from pion_server.store.log import Record
 from pion_server.store.manifests import Manifest
@@ -22,15 +22,13 @@ MAX_BODY = 16 << 20
 MAX_RUNS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class _FrozenLayer:
-    index: int
+class _FrozenLayer(NamedTuple):
+    number: int
     format: Format
     extents: Extents
 
 
-@dataclass(frozen=True, slots=True)
-class _FrozenSession:
+class _FrozenSession(NamedTuple):
     session: Session
     blocks: Blocks | None
     layers: list[_FrozenLayer]
@@ -39,8 +37,8 @@ class _FrozenSession:
 class VStoreFreeze:
     """The live state at one moment, to be written out and then adopted by the running store.
 
-    Made and adopted under the writer lock, in any thread: readers change nothing of this, and the
-    store's own lock, for which the event loop would wait, is never held for long.
+    Readers change nothing of this, and the store's own lock, for which the event loop would wait,
+    is never held for long.
     """
 
     def __init__(self, store: VStore) -> None:
@@ -59,16 +57,17 @@ class VStoreFreeze:
         self._expiry = list(store.expiry.items())
         self._last_gen = store.manifests.last_gen
         self._places: dict[tuple[int, int], Extents] = {}
+        self._manifest_places: list[tuple[bytes, Manifest, Record]] = []
 
     def items(self) -> Iterator[Item]:
-        """Snapshot items; read in a thread, they touch nothing that may change meanwhile."""
+        """As `Frozen.items`."""
         yield Item(RecordType.GENERATION, dump_meta({"g": self._last_gen}), [])
         for frozen in self._sessions:
             session, blocks = frozen.session, frozen.blocks
             listed = [[session.sid, session.schema.to_json()]]
             yield Item(RecordType.CREATE, dump_meta({"s": listed}), [])
             for layer in frozen.layers:
-                self._places[(session.index, layer.index)] = ()
+                self._places[(session.index, layer.number)] = ()
                 for group in _groups(layer.extents, layer.format.row_bytes):
                     yield self._rows_item(session, layer, group)
             if blocks is not None:
@@ -82,25 +81,28 @@ class VStoreFreeze:
             yield Item(RecordType.EXPIRE, dump_meta({"n": ns, "t": at}), [])
 
     def _manifest_item(self, ns: bytes, manifest: Manifest) -> Item:
-        def adopt(record: Record) -> None:
-            if self._store.manifests.by_ns.get(ns) is manifest:
-                manifest.record = record
+        def placed(record: Record) -> None:
+            self._manifest_places.append((ns, manifest, record))
 
         meta = dump_meta({"n": ns, "g": manifest.gen})
-        return whole_item(RecordType.MANIFEST, meta, manifest.record, adopt)
+        return whole_item(RecordType.MANIFEST, meta, manifest.record, placed)
 
     def _rows_item(
         self, session: Session, layer: _FrozenLayer, group: Sequence[Extent], again: bool = False
     ) -> Item:
         """One item for a group of adjacent extents, or for one lost extent."""
-        key, row_bytes, start = (session.index, layer.index), layer.format.row_bytes, group[0].start
+        key, row_bytes, start = (
+            (session.index, layer.number),
+            layer.format.row_bytes,
+            group[0].start,
+        )
         if group[0].record is None:
-            lost = {"s": session.sid, "l": layer.index, "a": start, "r": group[0].rows}
+            lost = {"s": session.sid, "l": layer.number, "a": start, "r": group[0].rows}
 
-            def adopt_lost(_: Record) -> None:
+            def lost_again(_: Record) -> None:
                 self._places[key] += (group[0],)
 
-            return Item(RecordType.LOST, dump_meta(lost), [], adopt_lost)
+            return Item(RecordType.LOST, dump_meta(lost), [], lost_again)
         runs = [(e.rows, e.header) for e in group]
         if layer.format.header_bytes == 0:
             runs = [(sum(e.rows for e in group), b"")]
@@ -110,28 +112,40 @@ class VStoreFreeze:
             if e.record is not None
         ]
 
-        def adopt(record: Record) -> None:
+        def placed(record: Record) -> None:
             self._places[key] += rows_extents(record, start, runs, row_bytes)
 
         def instead() -> Iterator[Item]:
             for sound in _groups(tuple(map(_lost_if_damaged, group)), row_bytes):
                 yield self._rows_item(session, layer, sound, again=True)
 
-        meta = rows_meta(session.sid, layer.index, start, runs, layer.format)
-        return Item(RecordType.ROWS, meta, parts, adopt, None if again else instead)
+        meta = rows_meta(session.sid, layer.number, start, runs, layer.format)
+        return Item(RecordType.ROWS, meta, parts, placed, None if again else instead)
 
-    def adopt(self) -> None:
-        """Point the live index at the snapshot's copies; rows written since stay as they are."""
+    def adopt(self) -> Iterator[None]:
+        """As `Frozen.adopt`; rows written since stay as they are. A step is one layer."""
+        for ns, manifest, record in self._manifest_places:
+            if self._store.manifests.by_ns.get(ns) is manifest:
+                manifest.record = record
+            yield
         for frozen in self._sessions:
             session = frozen.session
-            if self._store.table.get(session.sid) is not session:
-                continue
-            with self._store.lock:
-                for layer in frozen.layers:
-                    held = session.layers.get(layer.index)
-                    if held is not None:
-                        places = self._places[(session.index, layer.index)]
-                        held.extents = self._moved(held.extents, places)
+            for layer in frozen.layers:
+                held = session.layers.get(layer.number)
+                if held is not None:
+                    places = self._places[(session.index, layer.number)]
+                    # One assignment: a reader sees the old places or the new ones.
+                    held.extents = self._moved(held.extents, places)
+                yield
+
+    def take_apart(self) -> None:
+        """As `Frozen.take_apart`."""
+        for frozen in self._sessions:
+            drain(frozen.layers)
+        for pile in (self._sessions, self._manifests, self._pins, self._expiry):
+            drain(pile)
+        drain(self._manifest_places)
+        drain(self._places)
 
     def _moved(self, extents: Extents, places: Extents) -> Extents:
         moved: list[Extent] = []

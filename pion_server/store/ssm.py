@@ -11,7 +11,7 @@ from functools import partial
 from pion_server.errors import OutOfMemory
 from pion_server.payload import Buffer
 from pion_server.store.budget import MemoryBudget, Victim
-from pion_server.store.compaction import Item, whole_item
+from pion_server.store.compaction import Item, drain, whole_item
 from pion_server.store.entries import RecordType, dump_meta, load_meta, name_bytes
 from pion_server.store.log import Record, RecordLog
 from pion_server.store.manifests import Manifests
@@ -156,24 +156,39 @@ class SsmStore:
         elif record.type == RecordType.STATE_DROP:
             self._apply_drop(sid, meta["l"])
 
-    def freeze(self) -> Iterator[Item]:
-        """Everything held now, as snapshot items; damaged blobs stay damaged."""
+    def freeze(self) -> SsmFreeze:
+        """Everything held now, to be written out; damaged blobs stay damaged."""
         with self.lock:
             held = [(sid, layer, r) for sid, ls in self._by_sid.items() for layer, r in ls.items()]
-        return self._items(held)
+        return SsmFreeze(self, held)
 
-    def _items(self, held: list[tuple[bytes, int, Record]]) -> Iterator[Item]:
-        for sid, layer, record in held:
-            meta = dump_meta({"s": sid, "l": layer})
-
-            def adopt(new: Record, sid: bytes = sid, at: int = layer, old: Record = record) -> None:
-                self._adopt(sid, at, old, new)
-
-            yield whole_item(RecordType.STATE, meta, record, adopt)
-
-    def _adopt(self, sid: bytes, layer: int, old: Record, new: Record) -> None:
+    def adopt(self, sid: bytes, layer: int, old: Record, new: Record) -> None:
+        """`new` is a copy of `old` and takes its place, if that is still there."""
         with self.lock:
             layers = self._by_sid.get(sid)
             if layers is not None and layers.get(layer) is old:
                 new.owned = True
                 layers[layer] = new
+
+
+class SsmFreeze:
+    """All state at one moment, as `compaction.Frozen`."""
+
+    def __init__(self, store: SsmStore, held: list[tuple[bytes, int, Record]]) -> None:
+        self._store = store
+        self._held = held
+        self._copies: list[Record] = []
+
+    def items(self) -> Iterator[Item]:
+        for sid, layer, record in self._held:
+            meta = dump_meta({"s": sid, "l": layer})
+            yield whole_item(RecordType.STATE, meta, record, self._copies.append)
+
+    def adopt(self) -> Iterator[None]:
+        for (sid, layer, old), new in zip(self._held, self._copies, strict=True):
+            self._store.adopt(sid, layer, old, new)
+            yield
+
+    def take_apart(self) -> None:
+        drain(self._held)
+        drain(self._copies)

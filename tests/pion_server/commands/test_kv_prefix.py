@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from pion_server.formats import format_names, make_format
@@ -21,6 +22,8 @@ from tests.pion_server.commands.checks import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import RawClient, ServerProcess
 
 DIM = 32
@@ -354,6 +357,39 @@ def test_save_to_another_path_is_a_copy_and_leaves_the_log(
     assert info(client) == before
     assert (running.directory / "copy.snapshot").stat().st_mode & 0o777 == 0o600
     assert client.error("KV.PREFIX.SAVE", "no-such-folder/copy").startswith("ERR ")
+
+
+def test_a_copy_is_a_whole_data_directory(
+    server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    """Rows, manifest, block table and recurrent state of one moment, as another server's start."""
+    running = server()
+    client = running.client()
+    hashes = np.arange(5, dtype="<u8").tobytes()
+    client.call("KV.PREFIX.REGISTER", "ns", DIM, "fp32", "BLOCKS", 16, 5, hashes)
+    gen = client.call("KV.PREFIX.META", "ns", "BEGIN")
+    store(client, b"ns_pk", 0, 0, values(1, 3, DIM))
+    client.call("SSM.PREFIX.STORE", "ns", 2, b"state", "GEN", gen)
+    client.call("KV.PREFIX.META", "ns", "SET", gen, b"manifest")
+    assert client.call("KV.PREFIX.SAVE", "copy") == "OK"
+    client.call("KV.PREFIX.DROP", "ns")
+    client.call("KV.PREFIX.REGISTER", "later", DIM, "fp32")
+    home = tmp_path / "restored"
+    home.mkdir(mode=0o700)
+    for name, target in (("copy", "pion.vstore.0"), ("copy.ssm", "pion.ssm.0")):
+        (running.directory / name).rename(home / target)
+    client = server(directory=home).client()
+    assert client.call("KV.PREFIX.LOOKUP", "ns") == "HIT"
+    assert client.call("KV.PREFIX.LOOKUP", "later") == "MISS"
+    assert client.call("KV.PREFIX.META", "ns", "GET") == [gen, b"manifest"]
+    assert client.call("SSM.PREFIX.FETCH", "ns", 2) == b"state"
+    found = fetch(client, b"ns_pk", 0, 0, 3, DIM)
+    assert found is not None
+    assert (found == values(1, 3, DIM)).all()
+    assert client.call("KV.PREFIX.BLOCKS", "ns").endswith(hashes)
+    # A server that goes on from a copy saves and restarts like any other.
+    client.call("SSM.PREFIX.STORE", "more", 0, b"new")
+    assert client.call("KV.PREFIX.SAVE") == "OK"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ def save(stores: Stores) -> None:
     saving = stores.begin_save()
     saving.write()
     saving.finish()
+    assert saving.adopt()
+    saving.take_apart()
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -239,6 +241,8 @@ def test_writes_during_a_save_are_kept(tmp_path: Path) -> None:
     store.store(b"ns_pv", 0, 0, 4, blob(3, 4), owner=ME)
     register(store, b"new")
     saving.finish()
+    assert saving.adopt()
+    saving.take_apart()
     expected = blob(1, 6)[: 4 * DIM * 4] + blob(2, 4)
     for _ in range(2):
         assert packed(store, b"ns_pk", 0, 0, 8) == expected
