@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -322,6 +323,24 @@ def test_eviction_elsewhere_is_one_replay(server: Start, lane: str) -> None:
     text.step(session)
     assert session.replays == 1
     assert connected.held() == 1
+
+
+def test_more_clients_at_once_than_sessions_are_slow_and_right(server: Start) -> None:
+    running = server("--decode-sessions", "2")
+    store(running)
+    texts = [(Connected(running).session(lane), Text(seed)) for seed, lane in
+             enumerate(["binary", "RESP"] * 2, 30)]  # fmt: skip
+
+    def generate(session: DecodeSession, text: Text) -> int:
+        for rows in (5, 1, 1, 2, 1, 1, 1, 1):
+            text.step(session, rows)
+        return session.replays
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        replays = sum(pool.map(lambda one: generate(*one), texts))
+    info = AttentionClient(running).info()
+    assert info["decode_sessions"] <= 4
+    assert info["decode_evictions"] >= replays > 0
 
 
 @pytest.mark.parametrize("lane", ["binary", "RESP"])
