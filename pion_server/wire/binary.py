@@ -22,6 +22,9 @@ from pion_server.wire.resp import Limits, ProtocolError, fresh_buffer
 MAGIC = 0xCA5E
 HEADER = struct.Struct("<HBI")
 BODY_LIMIT = 1024 * 1024 * 1024
+# Between frames no more than this is read at once: what comes with a large body's header has to be
+# copied there, what follows has not.
+_FIRST_READ = 16 * 1024
 OK, MISS, ERROR, COLDMISS, REPLAY = range(5)
 # Before authentication a longer body is read and dropped; AUTH needs far less.
 UNAUTHENTICATED = Limits(bulk=16 * 1024)
@@ -63,7 +66,7 @@ class FrameParser:
     def get_buffer(self) -> memoryview:
         """Where the next bytes go. Call only after `next_request` has returned None."""
         if self._command is None:
-            return self._scratch
+            return self._scratch[:_FIRST_READ]
         if self._body is None:
             return self._scratch[: self._length - self._filled]
         return self._body[self._filled :]
