@@ -21,14 +21,15 @@ class Prefix:
     model: Any
     port: int
     ids: tuple[int, ...]
+    salt: str = "lanes"
 
     @property
     def namespace(self) -> str:
-        return PionPromptCache.make_namespace("lanes", *self.ids)
+        return PionPromptCache.make_namespace(self.salt, *self.ids)
 
     def store(self) -> list[Any]:
         """Compute and store it; returns the cache that was computed, which nothing restored."""
-        with self._client(held_bytes=0) as pc:
+        with self._client(held_bytes=0, store="sync") as pc:
             cache = pc.get_or_prefill(self.ids, self.namespace)
             if pc.stats()["hits"]:
                 raise RuntimeError("the server held this prefix already")

@@ -65,10 +65,7 @@ def _render_eval(document: Mapping[str, Any], links: str) -> str:
     lines = [f"## {name}: {document['title']}", ""]
     if document["fraction"] != 1:
         lines += [f"Part of the full run: `--fraction {document['fraction']:g}`.", ""]
-    for table in result["tables"]:
-        lines += [f"**{table['title']}**", "", *_rows(table["columns"], table["rows"]), ""]
-        lines += [table["note"], ""] if table["note"] else []
-    lines += [*_render_bars(result["bars"]), *_render_quoted(result["quoted"])]
+    lines += [render_findings(result)]
     for plot in result["plots"]:
         lines += [f"![{plot['title']}]({links}{plot_file(document, plot)})", ""]
     for note in result["notes"]:
@@ -80,6 +77,16 @@ def _render_eval(document: Mapping[str, Any], links: str) -> str:
         f"Measured here, CPU: {describe_in_words(document['machine'])}.",
         "",
     ]
+    return "\n".join(lines)
+
+
+def render_findings(result: Mapping[str, Any]) -> str:
+    """Tables, bars and the design's figures beside ours, of one document of `Findings`."""
+    lines = []
+    for table in result["tables"]:
+        lines += [f"**{table['title']}**", "", *_rows(table["columns"], table["rows"]), ""]
+        lines += [table["note"], ""] if table["note"] else []
+    lines += [*_render_bars(result["bars"]), *_render_quoted(result["quoted"])]
     return "\n".join(lines)
 
 

@@ -1,13 +1,17 @@
-"""A pion-server of an eval's own, in a temporary directory."""
+"""The server an eval runs against: one of its own, or one that is there."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pion_vllm_mlx.local_server import LocalServer
+
+#: As the design starts it. What of this is a default here is accepted all the same.
+SERVER_FLAGS = ("--kvcache", "--metal-attention", "-w", "1")
 
 
 @contextmanager
@@ -17,3 +21,18 @@ def local_server(*flags: str) -> Iterator[LocalServer]:
         folder = Path(name)
         with LocalServer(folder / "data", folder / "server.log", flags) as server:
             yield server
+
+
+@contextmanager
+def server_port(port: int | None, *flags: str) -> Iterator[int]:
+    """`port` itself, or that of a server of one's own."""
+    if port is not None:
+        yield port
+        return
+    with local_server(*flags) as server:
+        yield server.port
+
+
+def run_name() -> str:
+    """A name no other run has: on a server that is not ours, its prefixes are ours."""
+    return f"eval-{os.urandom(8).hex()}"

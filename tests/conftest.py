@@ -243,3 +243,24 @@ def module_server(
 ) -> Iterator[Callable[..., ServerProcess]]:
     """As `server`, for servers that all tests of a module share."""
     yield from _start_servers(tmp_path_factory.mktemp("servers"))
+
+
+@pytest.fixture
+def tiny_evals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evals run on a tiny random llama and a tokenizer of letters instead of the small model."""
+    pytest.importorskip("mlx.core")
+    from evals.setting import Setting
+    from tests.evals.letters import LetterTokenizer
+    from tests.pion_vllm_mlx.tiny import tiny_llama
+
+    model, tokenizer = tiny_llama(3), LetterTokenizer(template=True)
+    # Attention that looks at few tokens and weighs much: answers depend on the prefix.
+    for layer in model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            linear = getattr(layer.self_attn, name)
+            linear.weight = 8 * linear.weight
+    tokenizer.eos_token_ids = {1000}
+    monkeypatch.setattr(Setting, "load", lambda self: (model, tokenizer))
+    text = "the boat is late. " * 200
+    for module in ("texts", "tables.niah"):
+        monkeypatch.setattr(f"evals.{module}.read_long_text", lambda: text)

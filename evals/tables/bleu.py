@@ -6,19 +6,23 @@ by another, over TCP; the answer is compared with standalone's, up to its end. T
 format ("auto", lossless) answers token by token; for the others the standalone answer is checked
 in one pass and continued from the first difference, which says the same in less time.
 
+By lane: what models answer that share a lossless prefix (lanes C of `evals.lanes`). Attention is
+merged from two parts there, so its logits differ from standalone's in the last bits.
+
 Expected: BLEU 1.000 and every answer identical for lossless formats; others as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Final
 
 from evals.findings import Bar, Findings, Plot, Quoted, Table
-from evals.serving import local_server
+from evals.lanes import LANES, Lane, Prefix
+from evals.serving import SERVER_FLAGS, local_server
 from evals.setting import Setting
 from evals.speaking import Agreement, Said, compare, speak, speak_after
 from evals.texts import read_prompts, split_prompt
@@ -79,13 +83,47 @@ def measure(setting: Setting, tiers: Sequence[Tier], questions: int, tokens: int
     model, tokenizer = setting.load()
     asked = ask_standalone(model, tokenizer, questions, tokens)
     found: dict[str, list[Agreement]] = {}
-    with local_server() as server:
+    with local_server(*SERVER_FLAGS) as server:
         for tier in tiers:
             answer = _Answering(model, tokenizer, tokens, tier)
             with answer.from_store(server) as say:
                 found[tier.label] = [compare(tokenizer, say(one), one.standalone) for one in asked]
             _print_line(tier.label, found[tier.label])
-    return _findings(asked, found)
+        # B's lanes give the cache that "auto" answered from.
+        shared = {name: lane for name, lane in LANES.items() if name.startswith("C")}
+        lanes = _answer_by_lane(model, tokenizer, asked, tokens, server.port, shared)
+    return _findings(asked, found, lanes)
+
+
+def measure_lanes(setting: Setting, questions: int, tokens: int) -> dict[str, list[Agreement]]:
+    """Only the answers by lane, against standalone."""
+    model, tokenizer = setting.load()
+    asked = ask_standalone(model, tokenizer, questions, tokens)
+    with local_server(*SERVER_FLAGS) as server:
+        return _answer_by_lane(model, tokenizer, asked, tokens, server.port, LANES)
+
+
+def _answer_by_lane(
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[Asked],
+    tokens: int,
+    port: int,
+    lanes: Mapping[str, Lane],
+) -> dict[str, list[Agreement]]:
+    found = {}
+    prefixes = {one.prefix: Prefix(model, port, one.prefix) for one in asked}
+    for prefix in prefixes.values():
+        prefix.store()
+    for lane, make in lanes.items():
+        answers = []
+        for one in asked:
+            with make(prefixes[one.prefix]) as open_cache:
+                said = speak(model, tokenizer, one.suffix, tokens, open_cache())
+            answers.append(compare(tokenizer, said, one.standalone))
+        found[lane] = answers
+        _print_line(lane, answers)
+    return found
 
 
 def ask_standalone(model: Any, tokenizer: Any, questions: int, tokens: int) -> list[Asked]:
@@ -135,6 +173,7 @@ class _Answering:
             port=server.port,
             held_bytes=0,
             timeout=5,
+            store="sync",
         )
 
     def _answer(self, one: Asked, cache: list[Any]) -> Said:
@@ -144,29 +183,29 @@ class _Answering:
         return speak_after(self.model, self.tokenizer, one.suffix, self.tokens, cache, draft)
 
 
-def _findings(asked: Sequence[Asked], found: dict[str, list[Agreement]]) -> Findings:
+def _findings(
+    asked: Sequence[Asked],
+    found: dict[str, list[Agreement]],
+    lanes: dict[str, list[Agreement]],
+) -> Findings:
     count = len(asked)
     figures = {label: _figures(answers) for label, answers in found.items()}
-    columns = ("format", "mean BLEU", "first token", "identical", "tokens before a difference")
-    rows = [
-        (
-            label,
-            f"{figure['bleu']:.3f}",
-            f"{figure['first']}/{count}",
-            f"{figure['identical']}/{count}",
-            f"{figure['before']:.1f}",
-        )
-        for label, figure in figures.items()
-    ]
+    by_lane = {label: _figures(answers) for label, answers in lanes.items()}
+    columns = ("mean BLEU", "first token", "identical", "tokens before a difference")
     by_question = [
         (one.prompt, one.question, *(f"{found[label][number].bleu:.3f}" for label in found))
         for number, one in enumerate(asked)
     ]
     lossless = [label for label in LOSSLESS if label in figures]
     return Findings(
-        figures={"questions": count, "formats": figures},
+        figures={"questions": count, "formats": figures, "lanes": by_lane},
         tables=[
-            Table(f"{count} questions against standalone mlx-lm", columns, rows),
+            Table(
+                f"{count} questions against standalone mlx-lm",
+                ("format", *columns),
+                _rows(figures, count),
+            ),
+            Table("The same by lane", ("lane", *columns), _rows(by_lane, count)),
             Table("BLEU of each question", ("prompt", "question", *found), by_question),
         ],
         plots=[
@@ -181,9 +220,23 @@ def _findings(asked: Sequence[Asked], found: dict[str, list[Agreement]]) -> Find
         bars=[
             *(Bar(f"{label}: mean BLEU", figures[label]["bleu"], 1.0) for label in lossless),
             *(Bar(f"{label}: identical", figures[label]["identical"], count) for label in lossless),
+            *(Bar(f"{lane}: first token", one["first"], count) for lane, one in by_lane.items()),
         ],
         quoted=_quoted(figures, count),
     )
+
+
+def _rows(figures: dict[str, dict[str, float]], count: int) -> list[tuple[str, ...]]:
+    return [
+        (
+            label,
+            f"{figure['bleu']:.3f}",
+            f"{figure['first']}/{count}",
+            f"{figure['identical']}/{count}",
+            f"{figure['before']:.1f}",
+        )
+        for label, figure in figures.items()
+    ]
 
 
 def _figures(answers: Sequence[Agreement]) -> dict[str, float]:

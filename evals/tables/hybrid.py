@@ -80,7 +80,7 @@ def _measure_length(model: Any, tokenizer: Any, port: int, ids: list[int]) -> Me
     name = PionPromptCache.make_namespace("hybrid", len(prefix))
     vanilla = speak(model, tokenizer, ids, TOKENS)
     with (
-        PionPromptCache(model, port=port, held_bytes=0, timeout=10) as writer,
+        PionPromptCache(model, port=port, held_bytes=0, timeout=10, store="sync") as writer,
         PionPromptCache(model, port=port, held_bytes=0, timeout=10) as reader,
     ):
         stored = writer.get_or_prefill(prefix, name)

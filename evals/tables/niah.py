@@ -22,7 +22,7 @@ import numpy as np
 from evals.findings import NOT_MEASURED, Bar, Findings, Quoted, Table
 from evals.lanes import LANES, Prefix
 from evals.needles import found_by, plant_needles
-from evals.serving import local_server
+from evals.serving import SERVER_FLAGS, local_server
 from evals.setting import Setting
 from evals.speaking import speak
 from evals.texts import read_long_text, split_prompt
@@ -65,7 +65,7 @@ def measure_model(setting: Setting, lengths: Sequence[int], depths: Sequence[flo
     """The model's part, at every length and depth."""
     model, tokenizer = setting.load()
     found = []
-    with local_server("--kvcache", "--metal-attention", "-w", "1") as server:
+    with local_server(*SERVER_FLAGS) as server:
         for length in lengths:
             for depth in depths:
                 text = make_haystack(tokenizer, length, depth)
@@ -104,7 +104,7 @@ def measure_kernel(lengths: Sequence[int], needles: int) -> dict[int, dict[str, 
     """Needles found by the server at each length, dense and by blocks, and milliseconds a query."""
     found = {}
     for length in lengths:
-        with local_server("--kvcache", "--metal-attention", "-w", "1") as server:
+        with local_server(*SERVER_FLAGS) as server:
             found[length] = _ask_kernel(server, length, needles)
         print(f"{length:>7} keys: {found[length]}", flush=True)
     return found

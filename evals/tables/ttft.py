@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from evals.findings import NOT_MEASURED, Bar, Findings, Plot, Quoted, Table
 from evals.lanes import IN_PROCESS, LANES, RESP, Prefix
-from evals.serving import local_server
+from evals.serving import SERVER_FLAGS, run_name, server_port
 from evals.setting import Setting
 from evals.speaking import speak
 from evals.texts import fill_system, read_prompts, split_prompt
@@ -37,17 +37,22 @@ def run(setting: Setting) -> Findings:
     return measure(setting, setting.take(LENGTHS), setting.count(RUNS, 2))
 
 
-def measure(setting: Setting, lengths: Sequence[int], runs: int) -> Findings:
-    """Seconds of every lane at prefixes of about `lengths` tokens, `runs` rounds each."""
+def measure(
+    setting: Setting, lengths: Sequence[int], runs: int, port: int | None = None
+) -> Findings:
+    """Seconds of every lane at prefixes of about `lengths` tokens, `runs` rounds each.
+
+    On the server at `port`, or on one of its own.
+    """
     model, tokenizer = setting.load()
     found: dict[int, dict[str, float]] = {}
     agreed = True
-    with local_server("--kvcache", "--metal-attention", "-w", "1") as server:
+    with server_port(port, *SERVER_FLAGS) as found_port:
         for length in lengths:
             prompt = read_prompts()[0]
             system = fill_system(tokenizer, prompt, length)
             ids, suffix = split_prompt(tokenizer, system, prompt.questions[0])
-            prefix = Prefix(model, server.port, tuple(ids))
+            prefix = Prefix(model, found_port, tuple(ids), run_name())
             seconds, same = _measure_length(prefix, suffix, tokenizer, runs)
             found[len(ids)] = {lane: median(values) for lane, values in seconds.items()}
             agreed = agreed and same

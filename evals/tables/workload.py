@@ -14,12 +14,12 @@ Expected: hit rate 96.7% (145 of 150), first token 50/50, 90% or more saved at 1
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from typing import Any, Final
 
 from evals.findings import NOT_MEASURED, Bar, Findings, Plot, Quoted, Table
-from evals.serving import local_server
+from evals.serving import run_name, server_port
 from evals.setting import Setting
 from evals.speaking import speak
 from evals.texts import fill_system, read_prompts, read_queries, split_prompt
@@ -42,6 +42,8 @@ class Workload:
     prefix_tokens: int = PREFIX_TOKENS
     vquant: str = "auto"
     boundary_protect: int = 0
+    #: The system prompt this many times over, instead of a prefix of `prefix_tokens`.
+    repeats: int = 0
 
 
 @dataclass(slots=True)
@@ -62,20 +64,25 @@ def run(setting: Setting) -> Findings:
     return measure(setting, workload)
 
 
-def measure(setting: Setting, workload: Workload) -> Findings:
-    """Run the workload on a server of its own."""
+def measure(setting: Setting, workload: Workload, port: int | None = None) -> Findings:
+    """Run the workload on the server at `port`, or on one of its own."""
     model, tokenizer = setting.load()
     prompts = read_prompts()[: workload.prompts]
-    systems = [fill_system(tokenizer, one, workload.prefix_tokens) for one in prompts]
+    if workload.repeats:
+        systems = [" ".join([one.system] * workload.repeats) for one in prompts]
+        longest = max(len(split_prompt(tokenizer, system, "A")[0]) for system in systems)
+        workload = replace(workload, prefix_tokens=longest)
+    else:
+        systems = [fill_system(tokenizer, one, workload.prefix_tokens) for one in prompts]
     queries = [read_queries(one, workload.queries) for one in prompts]
-    times = _Times()
+    times, salt = _Times(), run_name()
     with (
-        local_server() as server,
+        server_port(port) as found,
         PionPromptCache(
             model,
             vquant=workload.vquant,
             boundary_protect=workload.boundary_protect,
-            port=server.port,
+            port=found,
             held_bytes=0,
             timeout=5,
         ) as pc,
@@ -84,7 +91,7 @@ def measure(setting: Setting, workload: Workload) -> Findings:
             for number, system in enumerate(systems):
                 split = split_prompt(tokenizer, system, queries[number][turn])
                 compared = turn < workload.compared
-                _ask(model, tokenizer, pc, split, times, compared, workload.vquant)
+                _ask(model, tokenizer, pc, split, times, compared, salt)
         stats = pc.stats()
     return _findings(workload, times, stats)
 
@@ -96,16 +103,17 @@ def _ask(
     split: tuple[list[int], list[int]],
     times: _Times,
     compared: bool,
-    vquant: str,
+    salt: str,
 ) -> None:
     prefix, suffix = split
     vanilla = speak(model, tokenizer, [*prefix, *suffix], 1) if compared else None
     hits = pc.stats()["hits"]
     started = time.perf_counter()
-    name = PionPromptCache.make_namespace("workload", vquant, tokenizer.decode(prefix))
+    name = PionPromptCache.make_namespace(salt, tokenizer.decode(prefix))
     cache = pc.get_or_prefill(prefix, name)
     said = speak(model, tokenizer, suffix, 1, cache, started)
     (times.warm if pc.stats()["hits"] > hits else times.misses).append(said.first_seconds)
+    pc.flush(60)  # prefixes are stored behind the caller; the next request is another one's
     if vanilla is not None:
         times.cold.append(vanilla.first_seconds)
         times.agreed += said.tokens == vanilla.tokens

@@ -15,70 +15,14 @@ from evals.lanes import LANES
 from evals.needles import found_by, plant_needles
 from evals.random_models import random_hybrid, random_ids
 from evals.setting import Setting
-from evals.tables import bleu, formats, hybrid, niah, ttft, workload
-from evals.tables.bleu import Tier
-from evals.tables.workload import Workload
+from evals.tables import formats, hybrid, niah, ttft
 from pion_patches.attention import is_installed
 from pion_vllm_mlx.prefill import prefill
-from tests.evals.letters import LetterTokenizer
-from tests.pion_vllm_mlx.tiny import tiny_llama
 
 SMALL = Setting(fraction=0.1)
 
 
-@pytest.fixture(autouse=True)
-def _tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every eval gets a tiny llama and a tokenizer of letters in place of the small model."""
-    model, tokenizer = tiny_llama(3), LetterTokenizer(template=True)
-    # Attention that looks at few tokens and weighs much: answers depend on the prefix.
-    for layer in model.layers:
-        for name, factor in (("q_proj", 8), ("k_proj", 8), ("v_proj", 8), ("o_proj", 8)):
-            linear = getattr(layer.self_attn, name)
-            linear.weight = factor * linear.weight
-    tokenizer.eos_token_ids = {1000}
-    monkeypatch.setattr(Setting, "load", lambda self: (model, tokenizer))
-    monkeypatch.setattr("evals.texts.read_long_text", lambda: "the boat is late. " * 200)
-    monkeypatch.setattr("evals.tables.niah.read_long_text", lambda: "the boat is late. " * 200)
-
-
-def test_bleu_is_1_and_all_identical_where_the_format_keeps_every_bit() -> None:
-    found = bleu.measure(SMALL, [Tier("auto"), Tier("fp32"), Tier("turbo2")], 6, 8)
-    figures = found.figures["formats"]
-    for lossless in ("auto", "fp32"):
-        one = figures[lossless]
-        assert (one["bleu"], one["identical"], one["first"], one["before"]) == (1.0, 6, 6, 8)
-    assert figures["turbo2"]["identical"] < 6
-    assert not found.failures()
-    assert [len(table.rows) for table in found.tables] == [3, 6]
-
-
-def test_bleu_fails_when_a_lossless_answer_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = bleu._Answering._answer
-
-    def spoil(self: Any, one: Any, cache: list[Any]) -> Any:
-        cache[0].keys = cache[0].keys * 2
-        return answer(self, one, cache)
-
-    monkeypatch.setattr(bleu._Answering, "_answer", spoil)
-    found = bleu.measure(SMALL, [Tier("auto")], 6, 8)
-    assert [bar.what for bar in found.failures()] == ["auto: mean BLEU", "auto: identical"]
-
-
-def test_the_workload_misses_once_a_prompt() -> None:
-    found = workload.measure(SMALL, Workload(prompts=3, queries=5, compared=2, prefix_tokens=1400))
-    figures = found.figures
-    assert figures["hit_rate_percent"] == pytest.approx(80)
-    assert (figures["first_token_agrees"], figures["compared"]) == (6, 6)
-    assert not found.failures()
-    (reduction,) = [bar for bar in found.bars if "1,024" in bar.what]
-    assert reduction.measured is None
-
-
-def test_the_full_workload_has_the_designs_hit_rate() -> None:
-    full = Workload()
-    assert full.prompts * full.queries == 150
-    assert round(100 * (1 - 1 / full.queries), 1) == 96.7
-    assert full.prompts * full.compared == 50
+pytestmark = pytest.mark.usefixtures("tiny_evals")
 
 
 def test_every_lane_says_the_first_token_of_vanilla_and_leaves_no_patch() -> None:
