@@ -6,6 +6,7 @@ Pure bookkeeping: `vstore.py` decides what is logged. A session is one side of a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,6 +119,7 @@ class SessionTable:
         self.by_sid: dict[bytes, Session] = {}
         # A plain dict in order of age: copying its values is what an eviction costs.
         self._pairs: dict[bytes, set[bytes]] = {}
+        self._used_at: dict[bytes, float] = {}
         self._next_index = 0
 
     def __len__(self) -> int:
@@ -145,6 +147,7 @@ class SessionTable:
             self._pairs[pair].discard(sid)
             if not self._pairs[pair]:
                 del self._pairs[pair]
+                self._used_at.pop(pair, None)
         return session
 
     def touch(self, sid: bytes) -> None:
@@ -153,6 +156,11 @@ class SessionTable:
         sids = self._pairs.pop(pair, None)
         if sids is not None:
             self._pairs[pair] = sids
+            self._used_at[pair] = time.monotonic()
+
+    def used_at(self, sid: bytes) -> float:
+        """When the pair of `sid` was last touched, `time.monotonic` seconds; 0.0 if it is gone."""
+        return self._used_at.get(self._pair(sid), 0.0)
 
     def oldest_pairs(self) -> Iterator[tuple[bytes, ...]]:
         """The sids of each pair as of now, least recently used first."""

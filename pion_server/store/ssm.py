@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -41,6 +42,7 @@ class SsmStore:
         self._manifests = manifests
         self._pinned = pinned
         self._by_sid: OrderedDict[bytes, dict[int, Record]] = OrderedDict()
+        self._used_at: dict[bytes, float] = {}
         self._budget = budget or MemoryBudget()
         self._budget.add_source(lambda: self.stored_bytes, self._victims)
 
@@ -94,8 +96,20 @@ class SsmStore:
             layers = self._by_sid.get(sid)
             if layers is None:
                 return None
-            self._by_sid.move_to_end(sid)
+            self._touch(sid)
             return layers.get(layer)
+
+    def _touch(self, sid: bytes) -> None:
+        self._by_sid.move_to_end(sid)
+        self._used_at[sid] = time.monotonic()
+
+    def held(self) -> list[tuple[bytes, int, float]]:
+        """Each sid with its bytes and when it was last touched; least recently used first."""
+        with self.lock:
+            return [
+                (sid, sum(record.length for record in layers.values()), self._used_at[sid])
+                for sid, layers in self._by_sid.items()
+            ]
 
     def drop(self, sid: bytes, layer: int | None = None, *, owner: object) -> None:
         """Forget one layer, or all of them; nothing happens if there is nothing."""
@@ -136,7 +150,7 @@ class SsmStore:
             record.owned = True
             self.stored_bytes += record.length - (old.length if old else 0)
             layers[layer] = record
-            self._by_sid.move_to_end(sid)
+            self._touch(sid)
 
     def _apply_drop(self, sid: bytes, layer: int | None) -> None:
         with self.lock:
@@ -146,6 +160,7 @@ class SsmStore:
                 self.stored_bytes -= record.length if record else 0
             if not layers:
                 self._by_sid.pop(sid, None)
+                self._used_at.pop(sid, None)
 
     def replay(self, record: Record) -> None:
         """Apply one logged record at start-up."""
