@@ -130,7 +130,9 @@ def fetch_prefix(
     nbytes = sum(read.nbytes for read in reads)
     credit = [_lookup(namespace, len(manifest.ids), manifest.prefill_ms)] if credited else []
     commands = [*credit, *(read.command for read in reads), _get(namespace)]
-    replies = lane.exchange(commands, _patience(nbytes, first_byte, manifest.prefill_ms))
+    replies = lane.exchange(
+        commands, patience_for(nbytes, first_byte, manifest.prefill_ms / 1000 or None)
+    )
     if _meta(replies[-1])[0] != found.gen:
         raise Miss("changed", "stored anew or dropped while it was read")
     arrived = _Arrived()
@@ -260,8 +262,8 @@ def _meta(reply: Reply) -> tuple[int, Buffer | None]:
             raise Miss("manifest", "an unexpected reply to META GET")
 
 
-def _patience(nbytes: int, first_byte: float, prefill_ms: int) -> Patience:
-    """Wait for `nbytes` no longer than computing them again took, but at least 2 s."""
+def patience_for(nbytes: int, first_byte: float, prefill: float | None) -> Patience:
+    """Wait no longer than computing takes (`prefill` seconds, if known), but 2 s at least."""
     longest = 2 + nbytes / _SLOWEST
-    known = prefill_ms / 1000 if prefill_ms else longest
+    known = longest if prefill is None else prefill
     return Patience(first_byte=first_byte, stall=2.0, total=max(2.0, min(known, longest)))

@@ -3,6 +3,7 @@
 TransportError              the exchange failed as a whole; its connection is closed
 ├── Unavailable             no connection: the server counts as gone for a while
 │   └── TimedOut            a deadline passed
+├── GivenUp                 its reader no longer wants the answer; the server is all right
 ├── ProtocolError           what came back is not RESP, or does not fit what was asked
 └── Refused                 the server wants another password
 ServerError                 one command's error reply; a value, not raised, inside a pipeline
@@ -32,6 +33,10 @@ class Unavailable(TransportError):
 
 class TimedOut(Unavailable):
     """The server missed a deadline: asking again would only wait as long again."""
+
+
+class GivenUp(TransportError):
+    """The transfer goes on too slowly to be worth its end."""
 
 
 class ProtocolError(TransportError):
@@ -78,12 +83,14 @@ class Patience:
     """How long to wait, in seconds: for the first byte, between bytes, and for the whole answer.
 
     `first_byte` runs from the moment the request is written. `stall` bounds each pause while
-    bytes flow, in both directions. `total` bounds the exchange from its start.
+    bytes flow, in both directions. `total` bounds the exchange from its start. `watch` is told the
+    number of bytes of each receipt; once it answers False the exchange ends with GivenUp.
     """
 
     first_byte: float = 0.25
     stall: float = 2.0
     total: float = 600.0
+    watch: Callable[[int], bool] | None = None
 
 
 class Lane(Protocol):

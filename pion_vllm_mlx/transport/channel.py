@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pion_vllm_mlx.transport import Patience, TimedOut, Unavailable
+from pion_vllm_mlx.transport import GivenUp, Patience, TimedOut, Unavailable
 
 
 class Channel:
@@ -52,6 +52,8 @@ class Channel:
                 continue
             if count == 0:
                 raise Unavailable("connection closed by the server")
+            if self._patience.watch is not None and not self._patience.watch(count):
+                raise GivenUp("what is left takes longer than it is worth")
             return count
 
     def _wait(self, events: int, what: str, limit: float | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import Final
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.transport import (
     Command,
+    GivenUp,
     Patience,
     Refused,
     Reply,
@@ -115,6 +116,9 @@ class Endpoint:
                 raise Unavailable(f"{self} was unavailable less than {PAUSE:g} s ago")
             try:
                 replies = self._attempt(commands, patience, retry)
+            except GivenUp:
+                self._close()  # what still comes answers nobody; the server itself is well
+                raise
             except TransportError as error:
                 self._close()
                 self._outage.begin(self, str(error))
