@@ -81,5 +81,9 @@ _COUNTS = (
     "wire_losses",
     "attend_binary",
     "attend_resp",
+    "given_up",
+    "oversize",
+    "evictions",
+    "bytes_evicted",
 )
 _TIMES = ("fetch_ms_total", "store_ms_total", "prefill_ms_total")

@@ -143,9 +143,9 @@ def cut_rows(leaf: Leaf, tokens: int) -> Cut:
     return {**leaf.meta, "offset": tokens, "rows": tokens}, keys, values
 
 
-def take_plain(cache: Any, tokens: int) -> Taken:
-    """KVCache, ConcatenateKVCache: the first `offset` rows of the buffer."""
-    return take_rows(cache, tokens, lambda tensor: tensor[..., : cache.offset, :])
+def take_plain(cache: Any, tokens: int, start: int = 0) -> Taken:
+    """KVCache, ConcatenateKVCache: the first `offset` rows of the buffer, or those from `start`."""
+    return take_rows(cache, tokens, lambda tensor: tensor[..., start : cache.offset, :])
 
 
 def give_plain(template: Any, leaf: Leaf, tokens: int, room: int) -> Any:
@@ -174,10 +174,10 @@ def give_concatenated(template: Any, leaf: Leaf, tokens: int, room: int) -> Any:
     return _fill(type(template)(), leaf, tokens, lambda rows: rows)
 
 
-def take_quantized(cache: Any, tokens: int) -> Taken:
+def take_quantized(cache: Any, tokens: int, start: int = 0) -> Taken:
     """QuantizedKVCache: codes, scales and biases as they are; meta adds `group_size`, `bits`."""
     meta = {"group_size": int(cache.group_size), "bits": int(cache.bits)}
-    return take_rows(cache, tokens, lambda tensor: tensor[..., : cache.offset, :], **meta)
+    return take_rows(cache, tokens, lambda tensor: tensor[..., start : cache.offset, :], **meta)
 
 
 def give_quantized(template: Any, leaf: Leaf, tokens: int, room: int) -> Any:

@@ -43,15 +43,16 @@ class CacheClass:
     """One cache class: `module` and `name` identify it exactly, `kind` names it in an image.
 
     `route`: "kv", a row a token; "window", rows in ring order; "chunk", the last rows; "recurrent"
-    and "opaque", arrays for a blob. `take(cache, tokens)` raises Unsound; `give(template, leaf,
-    tokens, room)` makes a new cache or raises Misfit; `cut(leaf, tokens)` raises Unsound.
+    and "opaque", arrays for a blob. `take(cache, tokens)`, for "kv" `take(cache, tokens, start)`,
+    raises Unsound; `give(template, leaf, tokens, room)` makes a new cache or raises Misfit;
+    `cut(leaf, tokens)` raises Unsound.
     """
 
     module: str
     name: str
     kind: str
     route: str
-    take: Callable[[Any, int], Taken]
+    take: Callable[..., Taken]
     give: Callable[[Any, Leaf, int, int], Any]
     cut: Callable[[Leaf, int], Cut] = refuse_cut
 

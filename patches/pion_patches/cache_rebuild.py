@@ -75,8 +75,11 @@ def flatten(
             yield (*path, place), item
 
 
-def dismantle(cache: Sequence[Any], tokens: int) -> CacheImage:
+def dismantle(cache: Sequence[Any], tokens: int, start: int = 0) -> CacheImage:
     """Take a prompt cache of `tokens` tokens apart into evaluated copies.
+
+    With `start`, layers that have a row a token (route "kv") give only the rows from there on: a
+    piece of a prefix, which `rebuild` refuses until somebody has put the rows before in front.
 
     Raises UnsupportedCache, before anything is returned, for a cache class that is not known, a
     batch, padding, a cache of another token count, or recurrent state that is missing, zero
@@ -87,7 +90,7 @@ def dismantle(cache: Sequence[Any], tokens: int) -> CacheImage:
     leaves = []
     for (path, item), cls in zip(found, classes, strict=True):
         try:
-            taken = cls.take(item, tokens)
+            taken = cls.take(item, tokens, *([start] if cls.route == "kv" else []))
         except Unsound as error:
             raise refusal(path, cls.kind, str(error)) from None
         leaves.append(Leaf(path, cls.kind, taken.meta, taken.keys, taken.values, taken.arrays))

@@ -1,0 +1,269 @@
+"""A byte budget over a tree: which records leave so that others fit.
+
+Only leaves leave, the least recently used first: segments that no other rests on, each together
+with its trace. The server itself evicts by last access alone, and of a conversation that is the
+root.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pion_vllm_mlx.lineage.blocks import CHECKPOINT, SEGMENT, TRACE
+from pion_vllm_mlx.lineage.drafts import Draft
+from pion_vllm_mlx.lineage.search import get_manifest, segment_in
+from pion_vllm_mlx.tally import Tally
+from pion_vllm_mlx.transport import Command, Lane, Patience, Reply
+
+_PATIENCE: Final = Patience(first_byte=5, stall=5, total=30)
+_AT_ONCE: Final = 64
+#: Session slots left to others before leaves are evicted for want of slots.
+SPARE_SESSIONS: Final = 16
+
+
+class Oversize(Exception):
+    """A conversation that does not fit into the budget by itself: nothing is evicted for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A record as the server lists it. `parent`: the record it hangs on, or none.
+
+    `is_trace`: it goes with its parent. `unused`: seconds since it was last touched. `rows`:
+    whether it takes session slots.
+    """
+
+    name: bytes
+    nbytes: int
+    parent: bytes = b""
+    is_trace: bool = False
+    unused: float = 0.0
+    rows: bool = True
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to drop, in order, and the bytes and session slots that frees."""
+
+    names: list[bytes] = field(default_factory=list)
+    nbytes: int = 0
+    sessions: int = 0
+
+    def add(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            self.names.append(node.name)
+            self.nbytes += node.nbytes
+            self.sessions += 2 * node.rows
+
+
+def unreachable(nodes: Mapping[bytes, Node]) -> list[Node]:
+    """Records that no match can reach any more: a record above them is gone."""
+    gone: dict[bytes, bool] = {b"": False}
+
+    def is_gone(name: bytes) -> bool:
+        path = []
+        while name not in gone:
+            path.append(name)
+            gone[name] = True  # a loop reaches no root
+            name = nodes[name].parent if name in nodes else name
+        for each in path:
+            gone[each] = gone[name]
+        return gone[name]
+
+    return [node for node in nodes.values() if is_gone(node.parent)]
+
+
+def choose(
+    nodes: Mapping[bytes, Node], nbytes: int, sessions: int, keep: Iterable[bytes] = ()
+) -> Plan:
+    """Leaves to drop, longest unused first, until so many bytes and session slots are free.
+
+    Nothing in `keep` is dropped, nor what a kept record hangs on.
+    """
+    plan, kept = Plan(), set(keep)
+    resting: Counter[bytes] = Counter()
+    traces: dict[bytes, list[Node]] = {}
+    for node in nodes.values():
+        if node.is_trace:
+            traces.setdefault(node.parent, []).append(node)
+        else:
+            resting[node.parent] += 1
+    segments = [node for node in nodes.values() if not node.is_trace and node.name not in kept]
+    free = [(-node.unused, node.name) for node in segments if not resting[node.name]]
+    heapq.heapify(free)
+    while free and (plan.nbytes < nbytes or plan.sessions < sessions):
+        victim = nodes[heapq.heappop(free)[1]]
+        plan.add([victim, *traces.get(victim.name, ())])
+        resting[victim.parent] -= 1
+        parent = nodes.get(victim.parent)
+        if parent is not None and not resting[parent.name] and parent.name not in kept:
+            heapq.heappush(free, (-parent.unused, parent.name))
+    return plan
+
+
+class Keeper:
+    """Keeps all records under one name prefix within a budget. One thread at a time."""
+
+    def __init__(self, lane: Lane, ns_prefix: bytes, budget: int | None, tally: Tally) -> None:
+        self._lane = lane
+        self._prefix = ns_prefix
+        self._starts = tuple(ns_prefix + kind for kind in (SEGMENT, CHECKPOINT, TRACE))
+        self._budget = budget
+        self._tally = tally
+        #: The record each record hangs on, by name and generation.
+        self._parents: dict[tuple[bytes, int], bytes] = {}
+
+    def used_bytes(self) -> int:
+        """Rows and state of all records; raises TransportError."""
+        listed, _ = self._list()
+        return sum(row.nbytes for row in listed)
+
+    def make_room(self, drafts: Sequence[Draft], ancestors: Iterable[bytes]) -> None:
+        """Evict so that `drafts` fit; raises Oversize, having evicted nothing, TransportError."""
+        if not drafts:
+            return
+        listed, slots = self._list()
+        kept = {*ancestors, *(draft.name for draft in drafts)}
+        more = sum(draft.stored_bytes for draft in drafts)
+        wanted = 0
+        if self._budget is not None:
+            chain = sum(row.nbytes for row in listed if row.name in kept)
+            if chain + more > self._budget:
+                raise Oversize(f"{chain + more} bytes, the budget is {self._budget}")
+            wanted = sum(row.nbytes for row in listed) + more - self._budget
+        needed = slots.missing(2 * sum(bool(draft.pieces) for draft in drafts))
+        ours = 2 * sum(row.rows for row in listed)
+        self._evict(listed, wanted, needed if needed < ours else 0, kept)
+
+    def trim(self, nbytes: int) -> None:
+        """Evict down to `nbytes`; raises TransportError."""
+        listed, _ = self._list()
+        self._evict(listed, sum(row.nbytes for row in listed) - nbytes, 0, ())
+
+    def reconcile(self) -> None:
+        """Drop what broken fills left and what no match can reach; raises TransportError."""
+        listed, _ = self._list()
+        nodes = self._nodes(listed)
+        plan = Plan()
+        plan.add(_debris(listed))
+        plan.add(unreachable(nodes))
+        self._drop(plan)
+
+    def _evict(
+        self, listed: Sequence[Row], nbytes: int, sessions: int, keep: Iterable[bytes]
+    ) -> None:
+        if nbytes <= 0 and sessions <= 0:
+            return
+        nodes = self._nodes(listed)
+        plan, kept = Plan(), set(keep)
+        plan.add(_debris(listed))
+        plan.add(node for node in unreachable(nodes) if node.name not in kept)
+        left = {name: node for name, node in nodes.items() if name not in plan.names}
+        chosen = choose(left, nbytes - plan.nbytes, sessions - plan.sessions, kept)
+        plan.add(left[name] for name in chosen.names)
+        self._drop(plan)
+
+    def _drop(self, plan: Plan) -> None:
+        if not plan.names:
+            return
+        # State without a manifest is nobody's, to KV.PREFIX.DROP.
+        states = [Command.of("SSM.PREFIX.DROP", name) for name in plan.names]
+        drop = Command.of("KV.PREFIX.DROP", *plan.names)
+        self._lane.exchange([drop, *states], _PATIENCE)
+        self._tally.add("evictions", len(plan.names))
+        self._tally.add("bytes_evicted", plan.nbytes)
+
+    def _list(self) -> tuple[list[Row], Slots]:
+        commands = [Command.of("KV.PREFIX.LIST", start) for start in self._starts]
+        *lists, info = self._lane.exchange([*commands, Command.of("KV.PREFIX.INFO")], _PATIENCE)
+        return [row for reply in lists for row in _rows(reply)], Slots.of(info)
+
+    def _nodes(self, listed: Sequence[Row]) -> dict[bytes, Node]:
+        """The tree of what has a manifest. Parents not known yet are read."""
+        whole = [row for row in listed if row.gen > 0]
+        new = [row for row in whole if (row.name, row.gen) not in self._parents]
+        for at in range(0, len(new), _AT_ONCE):
+            batch = new[at : at + _AT_ONCE]
+            replies = self._lane.exchange([get_manifest(row.name) for row in batch], _PATIENCE)
+            for row, reply in zip(batch, replies, strict=True):
+                self._parents[row.name, row.gen] = self._parent(row.name, reply)
+        self._parents = {(row.name, row.gen): self._parents[row.name, row.gen] for row in whole}
+        return {
+            row.name: Node(
+                row.name,
+                row.nbytes,
+                self._parents[row.name, row.gen],
+                row.name.startswith(self._starts[2]),
+                row.unused,
+                row.rows,
+            )
+            for row in whole
+        }
+
+    def _parent(self, name: bytes, reply: Reply) -> bytes:
+        segment = segment_in(reply)
+        if segment is None:
+            return name  # gone meanwhile, or damaged: what hangs on itself no root reaches
+        kind = SEGMENT if name.startswith(self._starts[0]) else CHECKPOINT
+        return self._prefix + kind + segment.parent.encode() if segment.parent else b""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One entry of KV.PREFIX.LIST. `gen`: 0 without a manifest, -1 while it is being filled."""
+
+    name: bytes
+    nbytes: int
+    gen: int
+    unused: float
+    rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Session slots of the server, taken and in all; 0 in all: unknown."""
+
+    taken: int
+    most: int
+
+    @classmethod
+    def of(cls, reply: Reply) -> Slots:
+        """From KV.PREFIX.INFO."""
+        if not isinstance(reply, bytes | bytearray | memoryview):
+            return cls(0, 0)
+        fields = dict(line.partition(b":")[::2] for line in bytes(reply).split(b"\r\n"))
+        values = [fields.get(name, b"") for name in (b"vstore_sessions", b"vstore_max_sessions")]
+        if not all(value.isdigit() for value in values):
+            return cls(0, 0)
+        return cls(int(values[0]), int(values[1]))
+
+    def missing(self, more: int) -> int:
+        """How many to free so that `more` fit and some are spare."""
+        spare = min(SPARE_SESSIONS, self.most // 4)
+        return self.taken + more + spare - self.most if self.most and more else 0
+
+
+def _rows(reply: Reply) -> list[Row]:
+    if not isinstance(reply, list):
+        return []
+    found = []
+    for entry in reply:
+        match entry:
+            case [
+                bytes() | bytearray() | memoryview() as name,
+                int() as rows,
+                int() as state,
+                int() as gen,
+                int() as unused,
+            ]:
+                found.append(Row(bytes(name), rows + state, gen, unused / 1000, rows > 0))
+    return found
+
+
+def _debris(listed: Iterable[Row]) -> list[Node]:
+    """What has neither a manifest nor anybody who is writing one."""
+    return [Node(row.name, row.nbytes, rows=row.rows) for row in listed if row.gen == 0]
