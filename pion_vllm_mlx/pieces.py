@@ -63,7 +63,7 @@ def pack_rows(views: Sequence[memoryview], layout: RowLayout, rows: int, fmt: Fo
     `fmt` as `row_format` gives it for this layout.
 
     Raises ValueError for numbers an encoding would turn into quite others: NaN and infinities,
-    and those that would be read as infinite.
+    those beyond its largest number, and those that would be read as infinite.
     """
     data = join_parts(views, layout, rows)
     if fmt.name == layout.store_format:
@@ -79,6 +79,8 @@ def _refuse_losses(data: memoryview, given: InputType, fmt: Format, run: Run) ->
     largest = _largest(data, given)
     if not np.isfinite(largest):
         raise ValueError(f"{fmt.name} keeps no NaN and no infinity")
+    if run.saturated:
+        raise ValueError(f"{fmt.name} overflows on these numbers")
     if largest > _NEAR_F16_MAX and not np.abs(fmt.decode(run)).max() < _TOO_LARGE[given]:
         raise ValueError(f"{fmt.name} overflows on these numbers")
 

@@ -122,6 +122,7 @@ def _stats(state: ServerState) -> dict[str, object]:
         "total_commands_processed": state.commands_executed,
         "evicted_sessions": state.vstore.evictions,
         "evicted_states": state.ssm.evictions,
+        "saturated_values": state.vstore.saturated_values,
     }
 
 

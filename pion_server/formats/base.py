@@ -50,11 +50,15 @@ class Run:
 
     The header is empty but for int8 (f32 scale, f32 min). The body may be the very buffer the rows
     came in, so neither side may write to it afterwards.
+
+    `saturated`: numbers that encoding made quite others, for want of anything near: NaN, infinities
+    (but where the format has them) and what is beyond the format's largest number.
     """
 
     header: bytes
     body: Buffer
     rows: int
+    saturated: int = 0
 
 
 class Format(abc.ABC):

@@ -36,6 +36,11 @@ def bound_values(values: F32Array) -> F32Array:
     return np.nan_to_num(values, nan=0.0, posinf=F32_MAX, neginf=-F32_MAX)
 
 
+def count_nonfinite(values: F32Array) -> int:
+    """How many numbers `bound_values` replaces."""
+    return values.size - int(np.count_nonzero(np.isfinite(values)))
+
+
 def reduce_blocks(ufunc: np.ufunc, blocks: F32Array) -> F32Array:
     """`ufunc` (maximum, minimum) over each row of contiguous `[n, 32]`, as `[n]`; NaN spreads."""
     # reduceat over the flat array is several times faster than a reduction along a short axis.
@@ -43,11 +48,15 @@ def reduce_blocks(ufunc: np.ufunc, blocks: F32Array) -> F32Array:
     return reduced
 
 
-def bound_blocks(blocks: F32Array, scratch: Scratch) -> tuple[F32Array, F32Array]:
-    """The blocks with non-finite numbers replaced, where there are any, and each one's absmax."""
+def bound_blocks(blocks: F32Array, largest: float, scratch: Scratch) -> tuple[F32Array, F32Array]:
+    """The blocks with non-finite numbers replaced, where there are any, and each one's absmax.
+
+    Counts as saturated what is not within ±`largest`.
+    """
     magnitudes = scratch.array("blocks", blocks.shape, np.float32)
     peaks = reduce_blocks(np.maximum, np.abs(blocks, out=magnitudes))
-    if not np.isfinite(peaks).all():
+    if not peaks.max() <= largest:  # nor is NaN
+        scratch.saturated += blocks.size - int(np.count_nonzero(magnitudes <= largest))
         blocks = bound_values(blocks)
         peaks = reduce_blocks(np.maximum, np.abs(blocks, out=magnitudes))
     return blocks, peaks
@@ -83,6 +92,11 @@ class BlockFormat(RowFormat):
     zero_scale: ClassVar[float] = 0.0
     """The scale of a block of zeros, before clamping."""
 
+    @property
+    def largest(self) -> float:
+        """The largest number that has a code: scales end with f16."""
+        return self.full_scale * F16_MAX
+
     def __init__(self, dim: int, rope: int = 0) -> None:
         super().__init__(dim, rope)
         self._layout = self._describe_row()
@@ -110,7 +124,7 @@ class BlockFormat(RowFormat):
         self, values: F32Array, rows: RowRecords, scratch: Scratch
     ) -> tuple[F32Array, F32Array]:
         """Fill `rows["blocks"]`; return each block's unrounded scale and levels `[n, 32]`."""
-        blocks, peaks = bound_blocks(values.reshape(-1, BLOCK), scratch)
+        blocks, peaks = bound_blocks(values.reshape(-1, BLOCK), self.largest, scratch)
         scales: F32Array = peaks / np.float32(self.full_scale)
         scales[scales == 0] = self.zero_scale
         s16 = np.clip(scales, F16_SMALLEST_NORMAL, F16_MAX).astype(np.float16)

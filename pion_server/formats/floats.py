@@ -24,10 +24,17 @@ F32_MAX = float(np.finfo(np.float32).max)
 E4M3_MAX = 448.0
 
 
-def narrow_to_f16(values: F32Array, words: NDArray[np.float16]) -> None:
-    """f32 to f16; overflow becomes ±inf, NaN stays NaN."""
-    with np.errstate(all="ignore"):
-        np.copyto(words, values, casting="unsafe")
+def narrow_to_f16(values: F32Array, words: NDArray[np.float16]) -> int:
+    """f32 to f16; overflow becomes ±inf, NaN stays NaN. How many finite numbers overflowed."""
+    # The processor notes an overflow by itself: looking for one would cost half as much again.
+    try:
+        with np.errstate(all="ignore", over="raise"):
+            np.copyto(words, values, casting="unsafe")
+    except FloatingPointError:
+        with np.errstate(all="ignore"):
+            np.copyto(words, values, casting="unsafe")
+        return int(np.count_nonzero(np.isinf(words) & np.isfinite(values)))
+    return 0
 
 
 def narrow_to_bf16(values: F32Array, words: U16Array, scratch: Scratch) -> None:

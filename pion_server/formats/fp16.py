@@ -23,7 +23,7 @@ class Fp16(RowFormat):
         return 2 * self.dim
 
     def _encode_rows(self, values: F32Array, stored: U8Array, scratch: Scratch) -> None:
-        narrow_to_f16(values, stored.view(np.float16))
+        scratch.saturated += narrow_to_f16(values, stored.view(np.float16))
 
     def _decode_rows(self, stored: U8Array, values: F32Array, scratch: Scratch) -> None:
         np.copyto(values, stored.view(np.float16))

@@ -8,7 +8,14 @@ value = e4m3 · s16
 from __future__ import annotations
 
 from pion_server.formats.blocks import BlockFormat
-from pion_server.formats.floats import F32Array, U8Array, narrow_to_e4m3, widen_e4m3
+from pion_server.formats.floats import (
+    E4M3_MAX,
+    F16_MAX,
+    F32Array,
+    U8Array,
+    narrow_to_e4m3,
+    widen_e4m3,
+)
 from pion_server.formats.registry import register
 from pion_server.formats.scratch import Scratch
 
@@ -22,6 +29,10 @@ class Fp8(BlockFormat):
     code_bytes = 32
     full_scale = 240.0
     zero_scale = 1.0
+
+    @property
+    def largest(self) -> float:
+        return E4M3_MAX * F16_MAX
 
     def _choose_codes(self, scaled: F32Array, codes: U8Array, scratch: Scratch) -> None:
         narrow_to_e4m3(scaled, codes, scratch)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_server.formats.base import Format, InputType, Run
-from pion_server.formats.blocks import bound_values
+from pion_server.formats.blocks import bound_values, count_nonfinite
 from pion_server.formats.floats import F32_MAX, F32Array
 from pion_server.formats.registry import register
 from pion_server.formats.row_format import as_bytes, read_input
@@ -45,14 +45,16 @@ class Int8(Format):
         stored = np.empty((count, self.row_bytes), dtype=np.uint8)
         with np.errstate(all="ignore"):
             low, high, finite = self._find_range(blob, count, input)
-            scale = _choose_scale(low, high)
+            scale, saturated = _choose_scale(low, high), 0
             for start, values in read_input(self, blob, count, input):
                 known = values if finite else bound_values(values)
+                saturated += 0 if finite else count_nonfinite(values)
                 part = stored[start : start + len(values)]
                 np.copyto(part, _place_values(known, scale, low), casting="unsafe")
                 # The byte of code - 127 as a signed number is the same byte unsigned, modulo 256.
                 part -= 127
-        return Run(np.array([scale, low], dtype=np.float32).tobytes(), as_bytes(stored), count)
+        header = np.array([scale, low], dtype=np.float32).tobytes()
+        return Run(header, as_bytes(stored), count, saturated)
 
     def decode(self, run: Run) -> F32Array:
         """As `Format.decode`: one table of the run's 256 values serves all its rows."""

@@ -42,11 +42,13 @@ class Mlx4g32(RowFormat):
         groups = np.ascontiguousarray(values).reshape(-1, BLOCK)
         low, high = reduce_blocks(np.minimum, groups), reduce_blocks(np.maximum, groups)
         if not (np.isfinite(low).all() and np.isfinite(high).all()):
+            scratch.saturated += int(np.count_nonzero(np.isnan(groups)))
             groups = bound_values(groups)
             low, high = reduce_blocks(np.minimum, groups), reduce_blocks(np.maximum, groups)
         # Adding +0.0 makes the bias independent of the order in which ±0.0 were compared.
         biases = np.clip(low + np.float32(0), -F16_MAX, F16_MAX).astype(np.float16)
         scales = (high - low) / np.float32(15)
+        clipped = (np.abs(low) > F16_MAX) | (scales > F16_MAX)
         scales[scales <= 0] = 1e-8
         scales = np.minimum(scales, np.float32(F16_MAX)).astype(np.float16)
         flat = scales == 0
@@ -55,6 +57,9 @@ class Mlx4g32(RowFormat):
         steps = groups - biases.astype(np.float32)[:, None]
         steps /= scales.astype(np.float32)[:, None]
         steps += 0.5
+        if clipped.any():
+            beyond = steps[clipped]
+            scratch.saturated += int(np.count_nonzero((beyond < 0) | (beyond >= 16)))
         # Clamped from below, the conversion's truncation is the floor.
         codes = np.clip(steps, 0.0, 15.0, out=steps).astype(np.uint8)
         codes[flat] = 0

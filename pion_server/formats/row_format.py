@@ -27,7 +27,7 @@ class RowFormat(Format):
         with np.errstate(all="ignore"):
             for start, values in read_input(self, blob, count, input):
                 self._encode_rows(values, stored[start : start + len(values)], scratch)
-        return Run(b"", as_bytes(stored), count)
+        return Run(b"", as_bytes(stored), count, scratch.saturated)
 
     def decode(self, run: Run) -> F32Array:
         """As `Format.decode`, chunk by chunk."""

@@ -16,9 +16,13 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Scratch:
-    """The work arrays of one encoding or decoding, by name; not to be shared by threads."""
+    """The work arrays of one encoding or decoding, by name; not to be shared by threads.
+
+    `saturated` counts what `Run.saturated` says, chunk by chunk.
+    """
 
     def __init__(self) -> None:
+        self.saturated = 0
         self._memory: dict[str, NDArray[np.uint8]] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: type[Scalar]) -> NDArray[Scalar]:

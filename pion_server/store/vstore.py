@@ -76,6 +76,8 @@ class VStore:
         self.admissions: OrderedDict[bytes, int] = OrderedDict()
         self.stored_bytes = 0
         self.evictions = 0
+        # Numbers of stored rows that their format could not hold, see `formats.Run`.
+        self.saturated_values = 0
         self._wall_clock = wall_clock
         self._next_snapshot = 1
 
@@ -263,6 +265,7 @@ class VStore:
             self.manifests.written(ns, gen, owner)
             record = self.log.append_or_evict(RecordType.ROWS, meta, bodies, ns or sid)
         self.apply_rows(session, layer, rows_extents(record, start, shapes, fmt.row_bytes))
+        self.saturated_values += sum(run.saturated for run in runs)
         self._changed(sid)
 
     def apply_rows(self, session: Session, layer: int, new: Extents) -> None:

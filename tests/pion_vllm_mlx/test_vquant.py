@@ -321,6 +321,10 @@ def test_numbers_beyond_fp16_are_not_stored_as_infinities() -> None:
         with pytest.raises(ValueError, match="overflows"):
             pack_piece(piece, row_format(store, piece.layout))
         pack_piece(piece, row_format("int8", piece.layout))
+    beyond = RowPiece((mx.full((2, 32), 7e8),), "dense")
+    for store in ("turbo4", "turbo2", "fp8", "mlx4g32"):
+        with pytest.raises(ValueError, match=f"{store} overflows"):
+            pack_piece(beyond, row_format(store, beyond.layout))
     kept = RowPiece((mx.full((2, 32), 65504.0),), "dense")
     assert len(pack_piece(kept, row_format("fp16", kept.layout))) == 2 * 32 * 2
 

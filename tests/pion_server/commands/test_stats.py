@@ -6,8 +6,10 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from pion_server.formats import make_format
 from tests.pion_server.commands.checks import Word, lines, receipt, refuse, store, values
 
 if TYPE_CHECKING:
@@ -249,3 +251,25 @@ def test_the_receipt_and_the_register_time_are_not_kept(running: ServerProcess, 
     assert found["kvprefix_prefill_us_measured"] == 0
     assert found["kvprefix_prefill_us_saved"] == 5 * 555
     assert lines(client.call("V.INFO", ns + b"_pk"))["layer_0_tokens"] == "5"
+
+
+def test_numbers_that_a_format_cannot_hold_are_counted(client: RawClient, ns: bytes) -> None:
+    """D13: NaN, infinities and what overflows; not what is refused, nor rows nobody looks at."""
+    client.call("V.CREATE", ns, 32, "VQUANT", "mlx4g32")
+    before = saturated(client)
+    rows = values(3, 4, 32)
+    store(client, ns, 0, 0, rows)
+    assert saturated(client) == before
+    rows[0, 1], rows[3, 31] = np.nan, -np.inf
+    store(client, ns, 0, 0, rows)
+    assert saturated(client) == before + 2
+    blob = rows.tobytes()
+    refuse(client, "V.STOREBATCH", ns, 0, 0, 3, blob, text="blob size")
+    row_bytes = make_format("mlx4g32", 32).packed_row_bytes
+    packed = b"\xff" * (4 * row_bytes)
+    assert client.call("V.STOREBATCH", ns, 0, 0, 4, packed, "FMT", "PACKED") == "OK"
+    assert saturated(client) == before + 2
+
+
+def saturated(client: RawClient) -> int:
+    return int(lines(client.call("INFO", "stats").partition(b"\r\n")[2])["saturated_values"])

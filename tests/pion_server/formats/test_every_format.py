@@ -398,6 +398,32 @@ def test_nan_is_ignored_by_the_scale_and_reads_as_zero(name: str) -> None:
     assert run.header == zeros.header
 
 
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_a_format_cannot_hold_are_counted(name: str) -> None:
+    """D13: each NaN and infinity that reads as a number, each number beyond the largest one."""
+    fmt = made(name, 128)
+    values = normal(600, 128)
+    assert store(fmt, values).saturated == 0
+    values[1, 70], values[1, 80], values[2, 100], values[599, 64] = np.nan, np.inf, -np.inf, np.inf
+    values[3, 96], values[4, 65] = 3.3e38, -3.3e38
+    kept = ("fp32", "bf16")  # what is wrong stays as wrong as it was
+    expected = {"fp16": 2, "int8": 4} | dict.fromkeys(BLOCKS, 6) | dict.fromkeys(kept, 0)
+    assert store(fmt, values).saturated == expected[name]
+    assert fmt.encode(words(values, InputType.F32), 600, InputType.F32).saturated == expected[name]
+    (unread,) = fmt.unpack(bytes(fmt.packed_row_bytes), 1)
+    assert unread.saturated == 0
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_is_within_a_formats_reach_is_not_counted(name: str) -> None:
+    fmt, largest = made(name, 64), {"mlx4g32": 65504.0}.get(name, 65504.0 * 3)
+    values = np.full((4, 64), largest, dtype=np.float32)
+    values[1], values[2, ::2], values[3] = -largest, -largest, 1e-38
+    run = store(fmt, values)
+    assert run.saturated == 0
+    assert np.abs(fmt.decode(run)[:3] - values[:3]).max() <= largest * 0.34
+
+
 @pytest.mark.parametrize("name", ["int8", *BLOCKS])
 def test_extreme_finite_numbers_stay_finite(name: str) -> None:
     values = normal(4, 128)
