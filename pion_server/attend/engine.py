@@ -82,10 +82,12 @@ class Engine:
             return memoryview(b"")
         assert slot is not None
         assert suffix.rows is not None
-        joined = portable.decode(
+        joined = self._operations.decode(
             mx.array(step.queries),
-            (slot.keys, slot.values),
-            (suffix.rows.keys[:, : suffix.length], suffix.rows.values[:, : suffix.length]),
+            slot.keys,
+            slot.values,
+            suffix.rows.keys[:, : suffix.length],
+            suffix.rows.values[:, : suffix.length],
             step.head_map,
             step.window,
         )

@@ -1,4 +1,4 @@
-"""What the engine asks of whoever computes: five operations, as the design's kernels cut them.
+"""What the engine asks of whoever computes: operations as the design's kernels cut them, and one.
 
 `portable` is one provider and serves every device MLX has; Metal kernels are another. All of them:
 q, suffix tensors and results are float32, `k` and `v` `[H_kv][N][D]` float32 or float16, scale is
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 
 class Operations(Protocol):
-    """The five operations. A module of such functions is a provider too."""
+    """The six operations. A module of such functions is a provider too."""
 
     def query_one(self, q: mx.array, k: mx.array, v: mx.array, first: int) -> mx.array:
         """sdpa_q1: q [H][D], a kv head a query head → [H][D]."""
@@ -39,6 +39,22 @@ class Operations(Protocol):
         """sdpa_batched_q_fused: q [H_q][M][D] over the prefix and a suffix [H_kv][S][D] → as q.
 
         Query m sees suffix positions 0..max(S - M, 0) + m. `head_map` [H_q]: kv head of each.
+        """
+
+    def decode(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        suffix_k: mx.array,
+        suffix_v: mx.array,
+        head_map: NDArray[np.int32],
+        window: int,
+    ) -> mx.array:
+        """q [H_q][M][D] stands at the last M positions of a suffix [H_kv][S >= M][D].
+
+        Each sees prefix and suffix up to its own position, with `window` W > 0 the last W
+        positions only. Answers [H_q][M][D + 1]: the output and, last, the log-sum-exp.
         """
 
     def query_sparse(

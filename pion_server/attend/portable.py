@@ -75,30 +75,27 @@ def query_fused(
 
 def decode(
     q: mx.array,
-    prefix: tuple[mx.array, mx.array],
-    suffix: tuple[mx.array, mx.array],
+    k: mx.array,
+    v: mx.array,
+    suffix_k: mx.array,
+    suffix_v: mx.array,
     head_map: NDArray[np.int32],
     window: int,
 ) -> mx.array:
-    """Queries [H_q][M][D] at the last M positions of a suffix, over the prefix before it too.
-
-    `prefix` and `suffix` are K and V, `[H_kv][N][D]` and `[H_kv][S >= M][D]`. Causal; `window`
-    W > 0: the last W positions up to the query's own. Answers [H_q][M][D + 1]: the output and, as
-    a last column, the log-sum-exp.
-    """
-    many, total = q.shape[1], prefix[0].shape[1]
-    asked = total + suffix[0].shape[1] - many
+    """Prefix and suffix by position, in one softmax; see `Operations`."""
+    many, total = q.shape[1], k.shape[1]
+    asked = total + suffix_k.shape[1] - many
 
     def part(folded: mx.array, kv: slice | None) -> mx.array:
         queries = Queries(asked, many, folded.shape[1], window)
         tiles = itertools.chain.from_iterable(
-            placed_tiles(_heads(k, kv), _heads(v, kv), at, queries)
-            for at, (k, v) in ((0, prefix), (total, suffix))
+            placed_tiles(_heads(keys, kv), _heads(values, kv), at, queries)
+            for at, keys, values in ((0, k, v), (total, suffix_k, suffix_v))
         )
         top, denominator, weighted = _accumulate(folded, tiles)
         return mx.concatenate([weighted / denominator, top + mx.log(denominator)], axis=-1)
 
-    return _by_kv_head(q, head_map, prefix[0].shape[0], part)
+    return _by_kv_head(q, head_map, k.shape[0], part)
 
 
 def query_sparse(

@@ -28,6 +28,7 @@ NAMES = {
     "query_one": Kind.Q1,
     "query_many": Kind.BATCHED_Q,
     "query_fused": Kind.BATCHED_Q_FUSED,
+    "decode": Kind.BATCHED_Q_FUSED,
     "query_sparse": Kind.Q1_SPARSE,
     "query_sparse_fused": Kind.Q1_SPARSE_FUSED,
 }
@@ -76,6 +77,16 @@ def test_lost_token_is_noticed(name: str) -> None:
     fake = Fake(lose_a_token)
     with pytest.raises(Disagreement, match="off by"):
         self_check(KernelOperations(portable, fake), portable, name, 64, mx.float32)
+
+
+def test_windows_that_move_from_row_to_row_stay_with_plain_mlx() -> None:
+    fake = Fake()
+    draw = np.random.default_rng(1)
+    q, k, s = (mx.array(draw.standard_normal((2, n, 64), np.float32)) for n in (3, 9, 4))
+    arguments = q, k, k, s, s, np.array([0, 1], np.int32), 5
+    found = KernelOperations(portable, fake).decode(*arguments)
+    np.testing.assert_array_equal(found, portable.decode(*arguments))
+    assert fake.kinds == []
 
 
 def test_empty_suffix_reaches_the_kernel_as_rows_it_never_reads() -> None:

@@ -1,7 +1,7 @@
 """Metal kernels of our own, offered as `pion_server.attend.operations.Operations`.
 
 The sources are the `.metal` files beside this one; `sources` puts them together, `provider` fits
-them to the five operations and proves them on first use. Where this MLX has no Metal, importing is
+them to the operations and proves them on first use. Where this MLX has no Metal, importing is
 harmless and every call raises: ask `available` first.
 """
 

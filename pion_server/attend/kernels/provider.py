@@ -1,4 +1,4 @@
-"""The five operations on our kernels, each proven on this machine before it answers.
+"""The operations on our kernels, each proven on this machine before it answers.
 
 What a compiler accepted is not yet right on this GPU, and a first request may prove nothing (one
 token, no suffix). So the first call for an operation, head dimension and dtype of K runs a small
@@ -72,6 +72,21 @@ class KernelOperations:
         bare = self._proven("query_fused", k)
         return bare.query_fused(q, k, v, suffix_k, suffix_v, head_map, first)
 
+    def decode(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        suffix_k: mx.array,
+        suffix_v: mx.array,
+        head_map: NDArray[np.int32],
+        window: int,
+    ) -> mx.array:
+        """sdpa_batched_q_fused, which has no window that differs from row to row."""
+        rowwise = window and q.shape[1] > 1
+        able = self._portable if rowwise else self._proven("decode", k)
+        return able.decode(q, k, v, suffix_k, suffix_v, head_map, window)
+
     def query_sparse(
         self,
         q: mx.array,
@@ -143,6 +158,31 @@ class _Bare:
             q=q, k=k, v=v, head_map=heads, first=first, suffix_k=suffix_k, suffix_v=suffix_v
         )
         return self._run(Kind.BATCHED_Q_FUSED, operands)[0]
+
+    def decode(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        suffix_k: mx.array,
+        suffix_v: mx.array,
+        head_map: NDArray[np.int32],
+        window: int,
+    ) -> mx.array:
+        total = k.shape[1]
+        hidden = max(total + suffix_k.shape[1] - window, 0) if window else 0
+        gone = max(hidden - total, 0)
+        operands = Operands(
+            q=q,
+            k=k,
+            v=v,
+            head_map=mx.array(head_map),
+            first=min(hidden, total),
+            suffix_k=suffix_k[:, gone:],
+            suffix_v=suffix_v[:, gone:],
+        )
+        out, lse = self._run(Kind.BATCHED_Q_FUSED, operands)
+        return mx.concatenate([out, lse[..., None]], axis=-1)
 
     def query_sparse(
         self,
@@ -223,6 +263,9 @@ def _cases(name: str, dim: int, dtype: mx.Dtype) -> Iterator[tuple[Any, ...]]:
         case "query_fused":
             for many in (1, 10):
                 yield tensor(len(head_map), many, dim), k, v, *suffix, head_map, first
+        case "decode":
+            for many, window in ((1, 0), (1, 30), (1, 7), (10, 0)):
+                yield tensor(len(head_map), many, dim), k, v, *suffix, head_map, window
         case "query_sparse":
             yield tensor(kv_heads, dim), k, v, some, np.array([19, 0], np.int32)
         case "query_sparse_fused":
