@@ -11,25 +11,26 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models import cache as _cache
 
 from pion_patches import second_tier
 from pion_patches.live_caches import arrays_of
 from pion_patches.prompt_memory import BLOCK, PromptMemory
 
 KEY = ("model", None, None)
+caches: Any = _cache  # not typed
 
 
 def rows(tokens: int, cache: Any = None) -> Any:
     """A cache of `tokens` rows, each of which is its position twice."""
-    made: Any = cache if cache is not None else KVCache()
+    made: Any = cache if cache is not None else caches.KVCache()
     positions = mx.broadcast_to(mx.arange(tokens).reshape(1, 1, tokens, 1), (1, 1, tokens, 2))
     made.update_and_fetch(positions.astype(mx.float32), positions.astype(mx.float32))
     return made
 
 
 def state(value: float) -> Any:
-    made: Any = ArraysCache(2)  # type: ignore[no-untyped-call]
+    made: Any = caches.ArraysCache(2)
     made.cache = [mx.full((1, 4), value), mx.full((1, 4), value + 0.5)]
     return made
 
@@ -70,7 +71,7 @@ def test_a_padded_buffer_is_not_taken_for_tokens() -> None:
 def test_mixed_caches_are_cut_all_or_not_at_all() -> None:
     """A03: a chunked cache trims fewer tokens than it is asked to."""
     memory = PromptMemory()
-    chunked: Any = rows(1024, ChunkedKVCache(512))  # type: ignore[no-untyped-call]
+    chunked: Any = rows(1024, caches.ChunkedKVCache(512))
     remember(memory, 1024, rows(1024), chunked)
     assert fetch(memory, [*range(300), 5000]) == (None, 0)
     found, matched = fetch(memory, [*range(1024), 5000])
@@ -82,7 +83,7 @@ def test_a_window_is_cut_until_it_has_wrapped() -> None:
     """B01."""
     for tokens, matched in ((7, 5), (20, 0)):
         memory = PromptMemory()
-        window: Any = RotatingKVCache(8)  # type: ignore[no-untyped-call]
+        window: Any = caches.RotatingKVCache(8)
         remember(memory, tokens, rows(tokens, window))
         found, count = fetch(memory, [0, 1, 2, 3, 4, 5000, 5001])
         assert count == matched
