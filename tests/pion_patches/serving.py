@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import mlx_lm.server as stock
 from mlx_lm import tokenizer_utils
 from transformers import PreTrainedTokenizerFast
 
 from pion_patches.mlx_lm_server import mlx_lm_server_patch
 from tests.pion_vllm_mlx.model_folder import text_of, write_model
+
+stock: Any = importlib.import_module("mlx_lm.server")  # not typed
 
 #: Every message is framed by words of its role; the answer starts after a frame of its own.
 TEMPLATE = (
@@ -39,7 +41,7 @@ def server_flags(*flags: str) -> argparse.Namespace:
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
         try:
-            stock.main()  # type: ignore[no-untyped-call]
+            stock.main()
         except _Parsed as parsed:
             parser: argparse.ArgumentParser = parsed.args[0]
     return parser.parse_args(list(flags))
