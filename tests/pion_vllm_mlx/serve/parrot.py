@@ -33,7 +33,8 @@ class Parrot(Module):
     """Says `script`, then ends. Its one cache holds the tokens it has seen, as keys."""
 
     def __init__(self, begin: list[int], end: int) -> None:
-        super().__init__()
+        initialise: Any = super().__init__
+        initialise()
         self.args = SimpleNamespace(vocab_size=VOCAB)
         self.layers = [None]
         self._begin, self._end = begin, end
