@@ -11,6 +11,7 @@ Everything here is values: frozen, evaluated, sharing nothing with a live cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -73,6 +74,11 @@ def array_bytes(array: mx.array) -> memoryview:
     """The little-endian bytes of an array, row-major; MLX's own memory where it is contiguous."""
     if array.nbytes == 0:
         return memoryview(b"")
+    if array.dtype != mx.bfloat16:
+        mx.eval(array)
+        view = memoryview(cast(Any, array))
+        if view.c_contiguous:  # as it nearly always is; spares an operation
+            return view.cast("B").toreadonly()
     words = array.view(mx.uint16) if array.dtype == mx.bfloat16 else mx.contiguous(array)
     mx.eval(words)
     return memoryview(cast(Any, words)).cast("B").toreadonly()
@@ -81,13 +87,16 @@ def array_bytes(array: mx.array) -> memoryview:
 def array_from(data: Buffer, dtype: str, shape: Sequence[int]) -> mx.array:
     """An evaluated copy of `data` as an array; raises RebuildError if the sizes disagree."""
     target = dtype_named(dtype)
-    nbytes = ITEMSIZE[dtype] * int(np.prod(shape, dtype=np.int64))
+    nbytes = ITEMSIZE[dtype] * math.prod(shape)
     if memoryview(data).nbytes != nbytes:
         found = memoryview(data).nbytes
         raise RebuildError(f"{found} bytes for {dtype} {tuple(shape)}, which takes {nbytes}")
     # numpy has no bfloat16: its words travel as uint16, which is exact for every bit pattern.
     words = "uint16" if dtype == "bfloat16" else dtype
-    array = mx.array(np.frombuffer(data, dtype=np.dtype(words)).reshape(shape))
+    try:
+        array = mx.array(np.frombuffer(data, dtype=np.dtype(words)).reshape(shape))
+    except (OverflowError, ValueError) as error:  # the right size, yet sides no array may have
+        raise RebuildError(f"no array is {tuple(shape)}: {error}") from error
     array = array.view(target) if array.dtype != target else array
     mx.eval(array)
     return array

@@ -18,7 +18,7 @@ from pion_patches.containers import (
     serialize_arrays_cache,
     unpack_arrays,
 )
-from pion_patches.pieces import ITEMSIZE, RebuildError, dtype_name, dtype_named
+from pion_patches.pieces import ITEMSIZE, RebuildError, array_from, dtype_name, dtype_named
 from pion_patches.safetensors_blob import read_safetensors, write_safetensors
 from tests.pion_patches.positions import bits
 
@@ -187,6 +187,16 @@ def test_truncated_and_lengthened_blobs_are_refused() -> None:
         unpack_arrays(KIND, ours + b"\0", 3)
     with pytest.raises(RebuildError):
         deserialize_arrays_cache(reference + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shape"),
+    [(0, (0, 2**30, 2**30, 2**30)), (0, (0, 2**31)), (0, (2**32, 2**32)), (16, (-2, -2))],
+)
+def test_shapes_no_array_has_are_refused(nbytes: int, shape: tuple[int, ...]) -> None:
+    """E18: empty and yet too large, or of a size that overflows to the right one."""
+    with pytest.raises(RebuildError):
+        array_from(bytes(nbytes), "float32", shape)
 
 
 @settings(max_examples=200, deadline=None)
