@@ -6,11 +6,12 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pion_server.flags import MB, ConfigError, Flag, find_flag, is_ignored
+from pion_server.tenants import Tenant, directory_of, memory_shares, share, with_quotas
 
 # Fields that two flags, or one flag twice, must not set.
 _ONCE = ("password", "target")
@@ -24,6 +25,9 @@ class Config:
     bind: str = "127.0.0.1"
     directory: Path = Path(".")
     password: str | None = field(default=None, repr=False)
+    tenants: tuple[Tenant, ...] = ()
+    tenant_strict: bool = False
+    ns_prefix: bytes = b""
     max_clients: int = 10_000
     max_request: int = 1024 * MB
     output_limit: int = 256 * MB
@@ -76,6 +80,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Conf
         if flag.notice is not None:
             notices.append(f"{name} has no effect: {flag.notice}")
         elif flag.field is not None and value is not None:
+            if flag.repeated:
+                value = (*values.get(flag.field, ()), value)
             if flag.field in _ONCE and flag.field in setters:
                 raise ConfigError(f"{setters[flag.field]} and {name} cannot be given together")
             setters[flag.field] = name
@@ -83,6 +89,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Conf
             if flag.field == "target":
                 values["action"] = name.lstrip("-")
     _complete(values, os.environ if environ is None else environ)
+    quotas = values.pop("quotas", ())
+    if quotas or "tenants" in values:
+        values["tenants"] = with_quotas(values.get("tenants", ()), quotas)
     config = Config(**values, notices=tuple(notices))
     _check(config)
     return config
@@ -119,11 +128,42 @@ def _check(config: Config) -> None:
         return
     if config.workers > 1:
         raise ConfigError("more than one worker is not available in this version")
+    if config.tenants and config.password is None:
+        raise ConfigError("--tenant needs an admin's password too: set --requirepass-file")
+    memory_shares(config.max_memory, config.tenants)
     if config.password is None and not is_loopback(config.bind):
         raise ConfigError(
             f"--bind {config.bind} without a password would serve everybody: "
             "set --requirepass-file, or bind 127.0.0.1"
         )
+
+
+def config_of(config: Config, tenant: Tenant) -> Config:
+    """The configuration of one tenant's stores: its own directories and its part of the limits."""
+    count = len(config.tenants)
+    exports = config.export_directory
+    return replace(
+        config,
+        directory=directory_of(config.directory, tenant.name),
+        max_memory=memory_shares(config.max_memory, config.tenants)[1][tenant.name],
+        vstore_sessions=tenant.max_sessions or config.vstore_sessions,
+        max_disk=share(config.max_disk, count),
+        ssm_budget=share(config.ssm_budget, count),
+        export_budget=share(config.export_budget, count),
+        export_directory=None if exports is None else directory_of(exports, tenant.name),
+    )
+
+
+def config_of_admin(config: Config) -> Config:
+    """What tenants leave to the admin."""
+    count = len(config.tenants)
+    return replace(
+        config,
+        max_memory=memory_shares(config.max_memory, config.tenants)[0],
+        max_disk=share(config.max_disk, count),
+        ssm_budget=share(config.ssm_budget, count),
+        export_budget=share(config.export_budget, count),
+    )
 
 
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:

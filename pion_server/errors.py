@@ -11,6 +11,7 @@ CommandError                the whole reply text after `-`, one line
 ├── ColdMiss                -COLDMISS: demoted attention state, to be brought back by WARM
 ├── Replay                  -REPLAY: a decode session is not held as its client believes
 ├── AuthRequired            -NOAUTH
+├── NotPermitted            -NOPERM: not for tenants
 └── WrongPassword           -WRONGPASS
 """
 
@@ -83,6 +84,12 @@ class AuthRequired(CommandError):
     """No authentication yet on this connection."""
 
     prefix = "NOAUTH"
+
+
+class NotPermitted(CommandError):
+    """A command that this user may not give."""
+
+    prefix = "NOPERM"
 
 
 class WrongPassword(CommandError):

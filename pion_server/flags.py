@@ -20,7 +20,8 @@ class Flag:
     """One flag: `read` turns its word into the value of `Config.<field>`.
 
     Without a `metavar` it takes no word and stands for `value`. `notice` is said when it is used
-    and has no effect; `missing` refuses it.
+    and has no effect; `missing` refuses it. `repeated`: it may be given often, and its field
+    collects the values.
     """
 
     names: str
@@ -31,6 +32,7 @@ class Flag:
     read: Callable[[str], Any] = str
     value: Any = None
     optional: bool = False
+    repeated: bool = False
     notice: str | None = None
     missing: bool = False
 
@@ -95,6 +97,24 @@ def password_file(text: str) -> str:
     return first
 
 
+def name_prefix(text: str) -> bytes:
+    if not 1 <= len(text.encode()) <= 128:
+        raise ConfigError("wants a prefix of 1 to 128 bytes")
+    return text.encode()
+
+
+def _read_tenant(text: str) -> Any:
+    from pion_server.tenants import tenant
+
+    return tenant(text)
+
+
+def _read_quota(text: str) -> Any:
+    from pion_server.tenants import quota
+
+    return quota(text)
+
+
 _NET, _DATA, _LIMITS, _REPORTS = "Network", "Data and durability", "Limits", "Reports"
 _ENGINE, _LATER = "Attention engine (with MLX installed)", "Not in this version"
 _ALONE = "one worker runs alone anyway"
@@ -111,6 +131,34 @@ FLAGS: tuple[Flag, ...] = (
         "password",
         "FILE",
         password_file,
+    ),
+    Flag(
+        "--tenant",
+        _NET,
+        "a user who sees only what is its own; can be repeated",
+        "tenants",
+        "NAME=WORD",
+        _read_tenant,
+        repeated=True,
+    ),
+    Flag(
+        "--tenant-quota",
+        _NET,
+        "its stored bytes and sessions; can be repeated",
+        "quotas",
+        "NAME=SIZE[,N]",
+        _read_quota,
+        repeated=True,
+    ),
+    Flag(
+        "--tenant-strict",
+        _NET,
+        "tenants may use Redis' commands only",
+        "tenant_strict",
+        value=True,
+    ),
+    Flag(
+        "--ns-prefix", _NET, "what every name must begin with", "ns_prefix", "PREFIX", name_prefix
     ),
     Flag("--max-clients", _NET, "connections", "max_clients", "N", number(1, 1_000_000)),
     Flag("-w, --workers", _NET, "worker processes", "workers", "N", number(1, 256)),
@@ -238,10 +286,6 @@ FLAGS: tuple[Flag, ...] = (
         number(1, 10_000_000),
     ),
     Flag("--unixsocket", _LATER, "", metavar="PATH", missing=True),
-    Flag("--tenant", _LATER, "", metavar="NAME=PASSWORD", missing=True),
-    Flag("--tenant-quota", _LATER, "", metavar="NAME=BYTES[,SESSIONS]", missing=True),
-    Flag("--tenant-strict", _LATER, "", missing=True),
-    Flag("--ns-prefix", _LATER, "", metavar="PREFIX", missing=True),
     Flag("--wal-size", _LATER, "", metavar="SIZE", missing=True),
     Flag("--wal-max-segments", _LATER, "", metavar="N", missing=True),
     Flag("--wal-full-policy", _LATER, "", metavar="POLICY", missing=True),

@@ -17,13 +17,12 @@ _MODULES = ("pion_server.store.tensor_file", "hmac")
 
 def start_preloading() -> threading.Thread:
     """Import in the background. Not a daemon: a process must not end in the middle of an import."""
-    thread = threading.Thread(target=preload, name="pion-preload")
+    thread = threading.Thread(target=_preload, name="pion-preload")
     thread.start()
     return thread
 
 
-def preload() -> None:
-    """Import all of it now."""
+def _preload() -> None:
     load_formats()
     for name in _MODULES:
         importlib.import_module(name)

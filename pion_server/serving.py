@@ -69,7 +69,9 @@ def _serve(config: Config) -> int:
     except OSError as error:
         where = error.filename or config.directory
         raise ConfigError(f"cannot open the data in {where}: {error.strerror or error}") from error
-    port = state.port = doors.port
+    port = doors.port
+    for one in state.everybody:
+        one.port = port
     default = config.directory / f"pion-{port}"
     status = StatusFile(config.status_file or default.with_name(f"{default.name}.status"), port)
     crash_path = config.crash_log or default.with_name(f"{default.name}.crash.log")
@@ -123,7 +125,9 @@ async def _serve_until_stopped(
         server.listen(listener, resp_lane(dispatcher, config.max_request))
     for listener in doors.binary:
         server.listen(listener, binary_lane(dispatcher, config.max_request))
-    background = [loop.create_task(status.beat()), *start_housekeeping(state)]
+    background = [loop.create_task(status.beat())]
+    for one in state.everybody:
+        background += start_housekeeping(one)
     status.write("running")
     _announce(config, state.port)
     start_preloading()
@@ -134,7 +138,9 @@ async def _serve_until_stopped(
     await server.stop()
     # A compaction of our own is waited for: its thread cannot be cancelled, and must not find
     # the stores closed.
-    async with state.save_lock:
+    async with contextlib.AsyncExitStack() as saves:
+        for one in state.everybody:
+            await saves.enter_async_context(one.save_lock)
         for task in background:
             task.cancel()
     dispatcher.close()

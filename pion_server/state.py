@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from pion_server.attend.service import Attention
-from pion_server.config import Config
+from pion_server.config import Config, config_of, config_of_admin
 from pion_server.store.export import Exports
 from pion_server.store.opening import StoreOptions, Stores, open_stores
 from pion_server.store.ssm import SsmStore
@@ -113,10 +113,14 @@ class Stats:
 
 @dataclass(slots=True)
 class ServerState:
-    """Shared by all commands of a process. Changed on the event loop's thread only."""
+    """What the commands of one user share: the admin's, or a tenant's own.
+
+    Changed on the event loop's thread only. `tenants` is empty but in the admin's.
+    """
 
     config: Config
     stores: Stores
+    tenant: str = ""
     worker_id: int = 0
     run_id: str = field(default_factory=lambda: os.urandom(20).hex())
     started_at: float = field(default_factory=time.monotonic)
@@ -134,6 +138,7 @@ class ServerState:
     attend: Attention = field(init=False)
     total_fetches: int = 0
     short_fetches: int = 0
+    tenants: dict[bytes, ServerState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.group_commit = GroupCommit(self.stores.sync)
@@ -145,6 +150,11 @@ class ServerState:
             budget=self.config.export_budget,
         )
         self.attend = Attention(self.config, self.vstore, self.writer_lock)
+
+    @property
+    def everybody(self) -> tuple[ServerState, ...]:
+        """This one, and the tenants'."""
+        return self, *self.tenants.values()
 
     @property
     def vstore(self) -> VStore:
@@ -160,15 +170,30 @@ class ServerState:
         return time.monotonic() - self.started_at
 
     def close(self) -> None:
-        """Close the stores; their acknowledged writes are on disk already."""
-        self.stores.close()
+        """Close everybody's stores; their acknowledged writes are on disk already."""
+        for state in self.everybody:
+            state.stores.close()
 
 
 def open_state(config: Config) -> ServerState:
-    """Lock and load the data directory (0700) and hand out the whole.
+    """Lock and load the data directory (0700), and each tenant's, and hand out the whole.
 
     Raises DirectoryInUse, ForeignFile or OSError; what was cut or lost is told on stderr.
     """
+    state = _open_one(config_of_admin(config))
+    try:
+        for tenant in config.tenants:
+            own = _open_one(config_of(config, tenant), tenant.name)
+            own.run_id, own.started_at = state.run_id, state.started_at
+            own.connections = state.connections
+            state.tenants[tenant.name.encode()] = own
+    except BaseException:
+        state.close()
+        raise
+    return state
+
+
+def _open_one(config: Config, tenant: str = "") -> ServerState:
     stores = open_stores(
         StoreOptions(
             config.directory,
@@ -182,5 +207,6 @@ def open_state(config: Config) -> ServerState:
     for notice in stores.notices:
         print(f"pion-server: {notice}", file=sys.stderr)
     replayed = stores.vstore.log.replayed + stores.ssm.log.replayed
-    print(f"WAL replayed {replayed} records, {len(stores.vstore.table)} sessions", flush=True)
-    return ServerState(config, stores)
+    held = f"{len(stores.vstore.table)} sessions" + (f" of tenant {tenant}" if tenant else "")
+    print(f"WAL replayed {replayed} records, {held}", flush=True)
+    return ServerState(config, stores, tenant)

@@ -94,11 +94,7 @@ class Storing:
             image.nbytes,
             time.monotonic() + delay,
         )
-        try:
-            queued, replaced = self._background.submit(job)
-        except RuntimeError as error:
-            self._fail(error)
-            return False
+        queued, replaced = self._background.submit(job)
         self._tally.add("stores_skipped", replaced + (not queued))
         return queued
 

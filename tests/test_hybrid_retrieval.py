@@ -5,11 +5,9 @@ python tests/test_hybrid_retrieval.py      # as pytest runs it, both backends
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -330,5 +328,4 @@ def test_threads_share_one_object(make: Make) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.fspath(Path(__file__).parents[1]))
     sys.exit(pytest.main([__file__, "-q", *sys.argv[1:]]))

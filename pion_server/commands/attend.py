@@ -14,7 +14,7 @@ from pion_server.attend.requests import (
 from pion_server.attend.sessions import Key, Shape
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer
-from pion_server.commands.registry import Args, Context, command
+from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.payload import Buffer
 
 # What the binary lane can name: layers and head counts are 16 bits there, so they are here.
@@ -23,7 +23,7 @@ _SIZES = 2**31 - 1
 _WARM_HEADS, _WARM_DIM = 256, 512
 
 
-@command("ATTEND.PREFIX.STORE", min_args=7, max_args=7, sids="first")
+@command("ATTEND.PREFIX.STORE", access=Access.TENANT, min_args=7, max_args=7, sids="first")
 def store(ctx: Context, args: Args) -> object:
     """ATTEND.PREFIX.STORE <sid> <layer> <H> <N> <D> <K> <V>
 
@@ -40,7 +40,7 @@ def store(ctx: Context, args: Args) -> object:
     return work()
 
 
-@command("ATTEND.PREFIX.LOOKUP", min_args=2, max_args=2, sids="first")
+@command("ATTEND.PREFIX.LOOKUP", access=Access.TENANT, min_args=2, max_args=2, sids="first")
 def lookup(ctx: Context, args: Args) -> str:
     """ATTEND.PREFIX.LOOKUP <sid> <layer>
 
@@ -50,7 +50,7 @@ def lookup(ctx: Context, args: Args) -> str:
     return ctx.state.attend.slots.state(key_of(args))
 
 
-@command("ATTEND.PREFIX.DROP", min_args=1, max_args=2, sids="first")
+@command("ATTEND.PREFIX.DROP", access=Access.TENANT, min_args=1, max_args=2, sids="first")
 def drop(ctx: Context, args: Args) -> int:
     """ATTEND.PREFIX.DROP <sid> [<layer>]
 
@@ -61,7 +61,7 @@ def drop(ctx: Context, args: Args) -> int:
     return ctx.state.attend.drop(arguments.name(args[0]), layer)
 
 
-@command("ATTEND.PREFIX.QUERY", min_args=6, max_args=7, sids="first")
+@command("ATTEND.PREFIX.QUERY", access=Access.TENANT, min_args=6, max_args=7, sids="first")
 def query(ctx: Context, args: Args) -> object:
     """ATTEND.PREFIX.QUERY <sid> <layer> <H> <D> <top_k> <Q> [<fa_window>]
 
@@ -74,7 +74,7 @@ def query(ctx: Context, args: Args) -> object:
     return ctx.state.attend.answer(request)
 
 
-@command("ATTEND.PREFIX.QUERY_FUSED", min_args=10, max_args=11, sids="first")
+@command("ATTEND.PREFIX.QUERY_FUSED", access=Access.TENANT, min_args=10, max_args=11, sids="first")
 def query_fused(ctx: Context, args: Args) -> object:
     """ATTEND.PREFIX.QUERY_FUSED <sid> <layer> <H_q> <D> <S> <H_kv> <Q> <K> <V> <map> [<fa_window>]
 
@@ -88,7 +88,7 @@ def query_fused(ctx: Context, args: Args) -> object:
     return ctx.state.attend.answer(request)
 
 
-@command("ATTEND.PREFIX.QUERY_SPARSE", min_args=8, max_args=9, sids="first")
+@command("ATTEND.PREFIX.QUERY_SPARSE", access=Access.TENANT, min_args=8, max_args=9, sids="first")
 def query_sparse(ctx: Context, args: Args) -> object:
     """ATTEND.PREFIX.QUERY_SPARSE <sid> <layer> <H> <D> <K_max> <Q> <indices> <counts> [<fa_window>]
 
@@ -103,6 +103,7 @@ def query_sparse(ctx: Context, args: Args) -> object:
 
 @command(
     "ATTEND.PREFIX.QUERY_SPARSE_AUTO",
+    access=Access.TENANT,
     min_args=9,
     max_args=11,
     sids="first",
@@ -120,6 +121,7 @@ def query_sparse_auto(ctx: Context, args: Args) -> object:
 
 @command(
     "ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED",
+    access=Access.TENANT,
     min_args=12,
     max_args=14,
     sids="first",
@@ -137,7 +139,7 @@ def query_sparse_auto_fused(ctx: Context, args: Args) -> object:
     return ctx.state.attend.answer(_block_query(name, args, suffix, args[8:12], args[12:]))
 
 
-@command("ATTEND.QUERYBATCH", min_args=7, max_args=7)
+@command("ATTEND.QUERYBATCH", access=Access.TENANT, min_args=7, max_args=7)
 def querybatch(ctx: Context, args: Args) -> object:
     """ATTEND.QUERYBATCH <H> <N> <D> <top_k> <Q> <K> <V>
 
@@ -151,6 +153,7 @@ def querybatch(ctx: Context, args: Args) -> object:
 
 @command(
     "KV.PREFIX.WARM",
+    access=Access.TENANT,
     min_args=3,
     max_args=4,
     names="first",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from pion_server.commands.registry import Args, Context, Flag, command
+from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.errors import AuthRequired, BadArgument, CommandError, printable
-from pion_server.wire.auth import check_password
 from pion_server.wire.connection import Connection
 from pion_server.wire.replies import Verbatim
 
@@ -20,19 +19,19 @@ class UnknownProtocol(CommandError):
     prefix = "NOPROTO"
 
 
-@command("PING", min_args=0, max_args=1)
+@command("PING", access=Access.TENANT, min_args=0, max_args=1)
 def ping(ctx: Context, args: Args) -> object:
     """PING [message]"""
     return args[0] if args else "PONG"
 
 
-@command("ECHO", min_args=1, max_args=1)
+@command("ECHO", access=Access.TENANT, min_args=1, max_args=1)
 def echo(ctx: Context, args: Args) -> object:
     """ECHO message"""
     return args[0]
 
 
-@command("HELLO", min_args=0, flags=Flag.NOAUTH)
+@command("HELLO", access=Access.ANYONE, min_args=0)
 def hello(ctx: Context, args: Args) -> object:
     """HELLO [2|3 [AUTH user password] [SETNAME name]]
 
@@ -54,16 +53,17 @@ def hello(ctx: Context, args: Args) -> object:
         else:
             raise BadArgument(f"Syntax error in HELLO option '{printable(word)}'")
     if credentials is not None:
-        refusal = check_password(ctx.state.config.password, credentials[1])
+        tenant = ctx.credentials.tenant(credentials[0])
+        refusal = ctx.credentials.check(tenant, credentials[1])
         if refusal is not None:
             return refusal
+        ctx.enter(tenant)
     elif not connection.authenticated:
         raise AuthRequired(
             "HELLO must be called with the client already authenticated, otherwise the HELLO "
             "<proto> AUTH <user> <pass> option can be used to authenticate the client and select "
             "the RESP protocol version at the same time"
         )
-    connection.authenticated = True
     connection.protocol = protocol
     if name is not None:
         connection.name = name
@@ -86,17 +86,18 @@ def _read_protocol(word: bytes) -> int:
     raise BadArgument("Protocol version is not an integer or out of range")
 
 
-@command("AUTH", min_args=1, max_args=2, flags=Flag.NOAUTH)
+@command("AUTH", access=Access.ANYONE, min_args=1, max_args=2)
 def auth(ctx: Context, args: Args) -> object:
     """AUTH [user] password"""
-    refusal = check_password(ctx.state.config.password, args[-1])
+    tenant = ctx.credentials.tenant(args[0]) if len(args) == 2 else None
+    refusal = ctx.credentials.check(tenant, args[-1])
     if refusal is not None:
         return refusal
-    ctx.connection.authenticated = True
+    ctx.enter(tenant)
     return "OK"
 
 
-@command("SELECT", min_args=1, max_args=1)
+@command("SELECT", access=Access.TENANT, min_args=1, max_args=1)
 def select(ctx: Context, args: Args) -> str:
     """SELECT 0"""
     index = bytes(args[0][:16])
@@ -107,14 +108,14 @@ def select(ctx: Context, args: Args) -> str:
     raise BadArgument("invalid DB index")
 
 
-@command("QUIT", min_args=0, flags=Flag.NOAUTH)
+@command("QUIT", access=Access.ANYONE, min_args=0)
 def quit_connection(ctx: Context, args: Args) -> str:
     """QUIT"""
     ctx.connection.closing = True
     return "OK"
 
 
-@command("RESET", min_args=0, max_args=0, flags=Flag.NOAUTH)
+@command("RESET", access=Access.ANYONE, min_args=0, max_args=0)
 def reset(ctx: Context, args: Args) -> str:
     """RESET
 
@@ -123,7 +124,8 @@ def reset(ctx: Context, args: Args) -> str:
     connection = ctx.connection
     connection.protocol = 2
     connection.name = ""
-    connection.authenticated = ctx.state.config.password is None
+    ctx.enter(None)
+    connection.authenticated = not ctx.credentials.needed
     return "RESET"
 
 
@@ -142,7 +144,7 @@ _CLIENT_HELP = [
 ]
 
 
-@command("CLIENT", min_args=1)
+@command("CLIENT", access=Access.TENANT, min_args=1)
 def client(ctx: Context, args: Args) -> object:
     """CLIENT subcommand [argument ...]"""
     word = bytes(args[0][:32]).upper()
@@ -161,7 +163,10 @@ def client(ctx: Context, args: Args) -> object:
         case b"INFO", 0:
             return Verbatim(_describe(connection) + "\n")
         case b"LIST", _:
-            return Verbatim("".join(_describe(c) + "\n" for c in ctx.state.connections.values()))
+            known = ctx.state.connections.values()
+            # A tenant's list is of its own connections; the admin sees all.
+            shown = (c for c in known if connection.tenant in (None, c.tenant))
+            return Verbatim("".join(_describe(c) + "\n" for c in shown))
         case ((b"NO-EVICT" | b"NO-TOUCH"), 1) if bytes(rest[0][:8]).upper() in (b"ON", b"OFF"):
             return "OK"
         case b"REPLY", 1 if bytes(rest[0][:8]).upper() == b"ON":

@@ -9,7 +9,7 @@ from pion_server.commands import arguments
 from pion_server.commands.arguments import integer
 from pion_server.commands.attend import heads_of, key_of, positive
 from pion_server.commands.frames import frame, sid_first, split
-from pion_server.commands.registry import Args, Context, command
+from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.errors import BadArgument
 from pion_server.payload import Buffer
 from pion_server.wire.binary import Unparsable
@@ -20,7 +20,7 @@ _SIZES = 2**31 - 1
 _STEP = struct.Struct("<6H6I16s")
 
 
-@command("ATTEND.DECODE.STEP", min_args=14, max_args=15, sids="first")
+@command("ATTEND.DECODE.STEP", access=Access.TENANT, min_args=14, max_args=15, sids="first")
 def step(ctx: Context, args: Args) -> object:
     """ATTEND.DECODE.STEP <sid> <layer> <token> <H_q> <D> <H_kv> <N> <length> <drop> <S> <Q> <K> ...
 
@@ -46,7 +46,7 @@ def step(ctx: Context, args: Args) -> object:
     return ctx.state.attend.step(request)
 
 
-@command("ATTEND.DECODE.CLOSE", min_args=2, max_args=2, sids="first")
+@command("ATTEND.DECODE.CLOSE", access=Access.TENANT, min_args=2, max_args=2, sids="first")
 def close(ctx: Context, args: Args) -> int:
     """ATTEND.DECODE.CLOSE <sid> <token>
 

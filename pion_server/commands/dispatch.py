@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import CoroutineType
 from typing import Any
 
@@ -24,10 +25,18 @@ from pion_server.commands.registry import (
     Positions,
     find_command,
 )
-from pion_server.errors import AuthRequired, BadArgument, CommandError, OutOfMemory, printable
+from pion_server.errors import (
+    AuthRequired,
+    BadArgument,
+    CommandError,
+    NotPermitted,
+    OutOfMemory,
+    printable,
+)
 from pion_server.modules import import_modules
 from pion_server.payload import Buffer, Offload
 from pion_server.state import ServerState
+from pion_server.wire.auth import Credentials
 from pion_server.wire.binary import Frame
 from pion_server.wire.connection import Connection
 from pion_server.wire.replies import NO_REPLY
@@ -44,11 +53,19 @@ def load_commands() -> None:
 
 
 class Dispatcher:
-    """The wire's `Service`: executes the commands of all connections on one `ServerState`."""
+    """The wire's `Service`: executes the commands of all connections, each on its own stores.
+
+    `state` is the admin's, and knows the tenants'.
+    """
 
     def __init__(self, state: ServerState) -> None:
         load_commands()
         self.state = state
+        config = state.config
+        passwords = {tenant.name: tenant.password for tenant in config.tenants}
+        self._credentials = Credentials(config.password, passwords)
+        self._strict = config.tenant_strict
+        self._prefix = config.ns_prefix
         self._contexts: dict[int, Context] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pion-work")
 
@@ -57,14 +74,25 @@ class Dispatcher:
         self._threads.shutdown(wait=True)
 
     def connected(self, connection: Connection) -> None:
-        connection.authenticated = self.state.config.password is None
+        self._enter(connection, None)
+        connection.authenticated = not self._credentials.needed
         self.state.connections[connection.id] = connection
-        self._contexts[connection.id] = Context(self.state, connection)
+
+    def _enter(self, connection: Connection, tenant: bytes | None) -> None:
+        """From its next command on the connection works on the stores of `tenant`."""
+        state = self.state if tenant is None else self.state.tenants[tenant]
+        connection.authenticated = True
+        connection.tenant = tenant
+        connection.user = "default" if tenant is None else tenant.decode()
+        self._contexts[connection.id] = Context(
+            state, connection, self._credentials, partial(self._enter, connection)
+        )
 
     def disconnected(self, connection: Connection) -> None:
         del self.state.connections[connection.id]
         del self._contexts[connection.id]
-        self.state.vstore.manifests.disconnect(connection)
+        for state in self.state.everybody:
+            state.vstore.manifests.disconnect(connection)
         for callback in connection.on_close:
             try:
                 callback()
@@ -77,7 +105,8 @@ class Dispatcher:
         """A reply value, or a coroutine of one. Errors are reply values too: it never raises."""
         name, args = request[0], request[1:]
         command = find_command(name)
-        self.state.commands_executed += 1
+        ctx = self._contexts[connection.id]
+        ctx.state.commands_executed += 1
         connection.used(command.name if command is not None else "unknown")
         try:
             if command is None:
@@ -89,12 +118,14 @@ class Dispatcher:
                 raise CommandError(f"unknown command '{printable(name, 128)}'")
             if not (connection.authenticated or command.open_to_all):
                 raise AuthRequired("Authentication required.")
+            if connection.tenant is not None:
+                self._check_permission(command.admin_only or (command.dotted and self._strict))
             _check_arity(command, len(args))
-            _check_names(command, command.names, args, "namespace", NAMESPACE_LIMIT)
-            _check_names(command, command.sids, args, "sid", SID_LIMIT)
-            result = self._run(command, self._contexts[connection.id], args)
-            if self.state.config.fsync == "always" and command.writes_with(args):
-                return self._commit(command, result)
+            _check_names(command, command.names, args, "namespace", NAMESPACE_LIMIT, self._prefix)
+            _check_names(command, command.sids, args, "sid", SID_LIMIT, self._prefix)
+            result = self._run(command, ctx, args)
+            if ctx.state.config.fsync == "always" and command.writes_with(args):
+                return self._commit(command, ctx, result)
             return result
         except Exception as error:
             return _as_reply(error, command.name if command is not None else "?")
@@ -105,19 +136,27 @@ class Dispatcher:
         """The same for a request of the binary lane; errors become statuses there."""
         command = FRAMES.get(frame.command)
         name = command.name if command is not None else f"frame {frame.command:#04x}"
-        self.state.commands_executed += 1
+        ctx = self._contexts[connection.id]
+        ctx.state.commands_executed += 1
         connection.used(name)
         try:
             if not (connection.authenticated or (command is not None and command.open_to_all)):
                 raise AuthRequired("Authentication required.")
             if command is None or frame.body is None:
                 raise CommandError(f"{name} is unknown or too long")
+            if connection.tenant is not None:
+                self._check_permission(self._strict and not command.open_to_all)
             if command.sid is not None:
-                _check_length(name, command.sid(frame.body), "sid", SID_LIMIT)
-            result = command.handler(self._contexts[connection.id], frame.body)
+                _check_name(name, command.sid(frame.body), "sid", SID_LIMIT, self._prefix)
+            result = command.handler(ctx, frame.body)
             return self._finish(name, result) if _is_unfinished(result) else result
         except Exception as error:
             return _as_reply(error, name)
+
+    @staticmethod
+    def _check_permission(refused: bool) -> None:
+        if refused:
+            raise NotPermitted("this command is not allowed for tenant connections")
 
     def _run(
         self, command: Command, ctx: Context, args: Args
@@ -125,7 +164,7 @@ class Dispatcher:
         if not command.writes_with(args):
             result = command.handler(ctx, args)
             return self._finish(command.name, result) if _is_unfinished(result) else result
-        lock = self.state.writer_lock
+        lock = ctx.state.writer_lock
         if not lock.try_acquire():
             return self._write_later(command, ctx, args)
         try:
@@ -136,26 +175,26 @@ class Dispatcher:
         except BaseException:
             lock.release()
             raise
-        return self._finish_write(command, result)
+        return self._finish_write(command, ctx, result)
 
     async def _write_later(self, command: Command, ctx: Context, args: Args) -> object:
-        await self.state.writer_lock.acquire()
+        await ctx.state.writer_lock.acquire()
         try:
             result = command.handler(ctx, args)
         except Exception as error:
-            self.state.writer_lock.release()
+            ctx.state.writer_lock.release()
             return _as_reply(error, command.name)
-        return await self._finish_write(command, result)
+        return await self._finish_write(command, ctx, result)
 
-    async def _finish_write(self, command: Command, result: object) -> object:
+    async def _finish_write(self, command: Command, ctx: Context, result: object) -> object:
         """What is left of a write; the lock is held, and free again afterwards."""
         try:
             return await self._finish(command.name, result)
         finally:
-            self.state.writer_lock.release()
+            ctx.state.writer_lock.release()
 
     async def _commit(
-        self, command: Command, result: object | Coroutine[Any, Any, object]
+        self, command: Command, ctx: Context, result: object | Coroutine[Any, Any, object]
     ) -> object:
         """`--fsync always`: no acknowledgement before the write is on stable storage."""
         if isinstance(result, CoroutineType):
@@ -163,7 +202,7 @@ class Dispatcher:
         if isinstance(result, CommandError):
             return result
         try:
-            await self.state.group_commit.commit()
+            await ctx.state.group_commit.commit()
         except Exception as error:
             return _as_reply(error, command.name)
         return result
@@ -192,7 +231,9 @@ def _check_arity(command: Command, count: int) -> None:
     raise BadArgument(f"wrong number of arguments for '{command.name.lower()}' command")
 
 
-def _check_names(command: Command, positions: Positions, args: Args, kind: str, limit: int) -> None:
+def _check_names(
+    command: Command, positions: Positions, args: Args, kind: str, limit: int, prefix: bytes
+) -> None:
     if positions is None:
         return
     if positions == "first":
@@ -202,12 +243,15 @@ def _check_names(command: Command, positions: Positions, args: Args, kind: str, 
     else:
         chosen = [args[position] for position in positions(args)]
     for name in chosen:
-        _check_length(command.name, name, kind, limit)
+        _check_name(command.name, name, kind, limit, prefix)
 
 
-def _check_length(command: str, name: Buffer, kind: str, limit: int) -> None:
+def _check_name(command: str, name: Buffer, kind: str, limit: int, prefix: bytes) -> None:
     if not 1 <= len(name) <= limit:
         raise BadArgument(f"{command}: a {kind} must have 1 to {limit} bytes")
+    if prefix and bytes(name[: len(prefix)]) != prefix:
+        required = printable(prefix, 128)
+        raise BadArgument(f"namespace must start with required prefix '{required}' ({command})")
 
 
 def _as_reply(error: Exception, name: str) -> CommandError:

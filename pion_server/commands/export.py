@@ -7,7 +7,7 @@ import os
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
-from pion_server.commands.registry import Args, Context, command
+from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.errors import BadArgument, CommandError
 from pion_server.store.export import ExportRequest
 from pion_server.store.schema import MAX_DIM, MAX_LAYERS, MAX_ROWS
@@ -16,7 +16,7 @@ from pion_server.store.schema import MAX_DIM, MAX_LAYERS, MAX_ROWS
 _ATTEMPTS = 3
 
 
-@command("V.EXPORT", min_args=7, max_args=9, sids=lambda args: (0, 1))
+@command("V.EXPORT", access=Access.TENANT, min_args=7, max_args=9, sids=lambda args: (0, 1))
 async def export(ctx: Context, args: Args) -> bytes:
     """V.EXPORT <k_sid> <v_sid> <start> <end> <num_layers> <n_kv_heads> <head_dim> [FMT STORED]
 

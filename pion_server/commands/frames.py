@@ -19,7 +19,6 @@ from pion_server.attend.requests import FusedQuery
 from pion_server.commands.registry import Context
 from pion_server.errors import BadArgument
 from pion_server.payload import Buffer
-from pion_server.wire.auth import check_password
 from pion_server.wire.binary import Unparsable
 
 Handler: TypeAlias = Callable[[Context, Buffer], object]
@@ -68,15 +67,18 @@ def ping(ctx: Context, body: Buffer) -> None:
 
 @frame(0x37, "AUTH", open_to_all=True)
 def auth(ctx: Context, body: Buffer) -> object:
-    """The password, alone or behind a user name and NUL.
+    """A tenant's name, NUL and password; or the admin's password.
 
-    A name is no tenant's here, so only the password counts; one that has a NUL itself is sent
+    Of a name that is no tenant's only the password counts; one that has a NUL itself is sent
     alone.
     """
     word = bytes(body)
-    refusal = check_password(ctx.state.config.password, word, word.partition(b"\0")[2] or word)
+    name, _, rest = word.partition(b"\0")
+    tenant = ctx.credentials.tenant(name) if rest else None
+    candidates = (rest,) if tenant is not None else (word, rest or word)
+    refusal = ctx.credentials.check(tenant, *candidates)
     if refusal is None:
-        ctx.connection.authenticated = True
+        ctx.enter(tenant)
     return refusal
 
 

@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
-from pion_server.commands.registry import Args, Context, Flag, command
-from pion_server.commands.saving import save_copy, save_default
+from pion_server.commands.registry import Access, Args, Context, Flag, command
+from pion_server.commands.saving import save_all, save_copies
 from pion_server.commands.v import INLINE_BYTES
 from pion_server.errors import BadArgument, CommandError, LogFailed
 from pion_server.payload import Buffer, Offload
@@ -21,7 +21,7 @@ US_PER_TOKEN = 555
 MAX_EXPIRE = 10 * 365 * 86_400
 
 
-@command("KV.PREFIX.REGISTER", min_args=3, flags=Flag.WRITE, names="first")
+@command("KV.PREFIX.REGISTER", access=Access.TENANT, min_args=3, flags=Flag.WRITE, names="first")
 def register(ctx: Context, args: Args) -> str:
     """KV.PREFIX.REGISTER <ns> <kv_dim> <vquant> [BLOCKS <size> <count> <hashes>] [PREFILL_MS <ms>]
 
@@ -31,7 +31,9 @@ def register(ctx: Context, args: Args) -> str:
     return _register(ctx, args[0], (schema, schema), args[3:])
 
 
-@command("KV.PREFIX.REGISTER.SCHEMA", min_args=4, flags=Flag.WRITE, names="first")
+@command(
+    "KV.PREFIX.REGISTER.SCHEMA", access=Access.TENANT, min_args=4, flags=Flag.WRITE, names="first"
+)
 def register_schema(ctx: Context, args: Args) -> str:
     """KV.PREFIX.REGISTER.SCHEMA <ns> <n> <k_spec>*n <v_spec>*n [BLOCKS ...] [PREFILL_MS <ms>]
 
@@ -58,7 +60,7 @@ def _register(ctx: Context, ns: Buffer, schemas: tuple[Schema, Schema], options:
     return "OK"
 
 
-@command("KV.PREFIX.LOOKUP", min_args=1, names="first")
+@command("KV.PREFIX.LOOKUP", access=Access.TENANT, min_args=1, names="first")
 def lookup(ctx: Context, args: Args) -> str:
     """KV.PREFIX.LOOKUP <ns> [TOKENS <n>] [PREFILL_MS <ms>]
 
@@ -97,7 +99,7 @@ def _receipt_options(args: Args) -> tuple[int | None, int | None]:
     return values.get("TOKENS"), values.get("PREFILL_MS")
 
 
-@command("KV.PREFIX.DROP", min_args=1, flags=Flag.WRITE, names="all")
+@command("KV.PREFIX.DROP", access=Access.TENANT, min_args=1, flags=Flag.WRITE, names="all")
 def drop(ctx: Context, args: Args) -> int:
     """KV.PREFIX.DROP <ns> [<ns> ...]
 
@@ -107,7 +109,7 @@ def drop(ctx: Context, args: Args) -> int:
     return int(ctx.state.vstore.drop_prefixes(names, ctx.connection))
 
 
-@command("KV.PREFIX.OWNER", min_args=1, max_args=1, names="first")
+@command("KV.PREFIX.OWNER", access=Access.TENANT, min_args=1, max_args=1, names="first")
 def owner(ctx: Context, args: Args) -> str:
     """KV.PREFIX.OWNER <ns>
 
@@ -121,7 +123,7 @@ def owner(ctx: Context, args: Args) -> str:
     return f"{ctx.state.worker_id} {digest}" if digest else str(ctx.state.worker_id)
 
 
-@command("KV.PREFIX.BLOCKS", min_args=1, max_args=1, names="first")
+@command("KV.PREFIX.BLOCKS", access=Access.TENANT, min_args=1, max_args=1, names="first")
 def blocks(ctx: Context, args: Args) -> object:
     """KV.PREFIX.BLOCKS <ns>
 
@@ -133,7 +135,7 @@ def blocks(ctx: Context, args: Args) -> object:
     return struct.pack("<II", table.block_size, table.count) + table.hashes
 
 
-@command("KV.PREFIX.MEMBERSHIP", min_args=3, max_args=3, names="first")
+@command("KV.PREFIX.MEMBERSHIP", access=Access.TENANT, min_args=3, max_args=3, names="first")
 def member(ctx: Context, args: Args) -> object:
     """KV.PREFIX.MEMBERSHIP <ns> <hash_count> <hash_blob>
 
@@ -148,7 +150,7 @@ def member(ctx: Context, args: Args) -> object:
     return Offload(partial(membership, table, probes))
 
 
-@command("KV.PREFIX.INFO", min_args=0, max_args=0)
+@command("KV.PREFIX.INFO", access=Access.TENANT, min_args=0, max_args=0)
 def info(ctx: Context, args: Args) -> bytes:
     """KV.PREFIX.INFO
 
@@ -185,7 +187,7 @@ def info(ctx: Context, args: Args) -> bytes:
     return "".join(f"{key}:{value}\r\n" for key, value in fields.items()).encode()
 
 
-@command("KV.PREFIX.SAVE", min_args=0, max_args=1, flags=Flag.ADMIN)
+@command("KV.PREFIX.SAVE", access=Access.ADMIN, min_args=0, max_args=1)
 def save(ctx: Context, args: Args) -> object:
     """KV.PREFIX.SAVE [<path>]
 
@@ -194,8 +196,8 @@ def save(ctx: Context, args: Args) -> object:
     """
     path = bytes(args[0]) if args else b""
     if not path or path == ctx.state.stores.snapshot_path.name.encode():
-        return save_default(ctx.state)
-    return save_copy(ctx.state, _relative(path))
+        return save_all(ctx.state)
+    return save_copies(ctx.state, _relative(path))
 
 
 def _relative(path: bytes) -> str:
@@ -209,7 +211,7 @@ def _relative(path: bytes) -> str:
     return str(pure)
 
 
-@command("KV.PREFIX.COMMIT", min_args=0, max_args=0, flags=Flag.ADMIN)
+@command("KV.PREFIX.COMMIT", access=Access.ADMIN, min_args=0, max_args=0)
 def commit(ctx: Context, args: Args) -> object:
     """KV.PREFIX.COMMIT
 
@@ -222,7 +224,8 @@ def commit(ctx: Context, args: Args) -> object:
 
 async def _commit(state: ServerState) -> str:
     try:
-        await state.group_commit.commit()
+        for one in state.everybody:
+            await one.group_commit.commit()
     except LogFailed as error:
         raise CommandError(f"KV.PREFIX.COMMIT failed: {str(error)[8:]}") from error
     return "OK"
@@ -235,6 +238,7 @@ def _only_gets(args: Args) -> bool:
 
 @command(
     "KV.PREFIX.META",
+    access=Access.TENANT,
     min_args=2,
     max_args=4,
     flags=Flag.WRITE,
@@ -270,7 +274,9 @@ def meta(ctx: Context, args: Args) -> object:
     return "OK"
 
 
-@command("KV.PREFIX.PIN", min_args=1, max_args=1, flags=Flag.WRITE, names="first")
+@command(
+    "KV.PREFIX.PIN", access=Access.TENANT, min_args=1, max_args=1, flags=Flag.WRITE, names="first"
+)
 def pin(ctx: Context, args: Args) -> int:
     """KV.PREFIX.PIN <ns>
 
@@ -279,7 +285,9 @@ def pin(ctx: Context, args: Args) -> int:
     return int(ctx.state.vstore.pin(arguments.name(args[0]), True))
 
 
-@command("KV.PREFIX.UNPIN", min_args=1, max_args=1, flags=Flag.WRITE, names="first")
+@command(
+    "KV.PREFIX.UNPIN", access=Access.TENANT, min_args=1, max_args=1, flags=Flag.WRITE, names="first"
+)
 def unpin(ctx: Context, args: Args) -> int:
     """KV.PREFIX.UNPIN <ns>
 
@@ -288,7 +296,14 @@ def unpin(ctx: Context, args: Args) -> int:
     return int(ctx.state.vstore.pin(arguments.name(args[0]), False))
 
 
-@command("KV.PREFIX.EXPIRE", min_args=2, max_args=2, flags=Flag.WRITE, names="first")
+@command(
+    "KV.PREFIX.EXPIRE",
+    access=Access.TENANT,
+    min_args=2,
+    max_args=2,
+    flags=Flag.WRITE,
+    names="first",
+)
 def expire(ctx: Context, args: Args) -> int:
     """KV.PREFIX.EXPIRE <ns> <seconds>
 
@@ -298,7 +313,9 @@ def expire(ctx: Context, args: Args) -> int:
     return int(ctx.state.vstore.expire(arguments.name(args[0]), seconds))
 
 
-@command("KV.PREFIX.ADMIT", min_args=1, max_args=1, flags=Flag.WRITE, names="first")
+@command(
+    "KV.PREFIX.ADMIT", access=Access.TENANT, min_args=1, max_args=1, flags=Flag.WRITE, names="first"
+)
 def admit(ctx: Context, args: Args) -> int:
     """KV.PREFIX.ADMIT <ns>
 

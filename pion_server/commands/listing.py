@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pion_server.commands.registry import Args, Context, command
+from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.payload import Offload
 from pion_server.state import ServerState
 from pion_server.store.sessions import namespace_of
@@ -12,7 +12,7 @@ from pion_server.store.sessions import namespace_of
 _FILLING = -1
 
 
-@command("KV.PREFIX.LIST", min_args=1, max_args=1)
+@command("KV.PREFIX.LIST", access=Access.TENANT, min_args=1, max_args=1, names="first")
 def list_prefixes(ctx: Context, args: Args) -> Offload:
     """KV.PREFIX.LIST <start>
 

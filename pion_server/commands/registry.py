@@ -1,6 +1,6 @@
 """The command table: one decorated function is one command.
 
-    @command("KV.PREFIX.OWNER", min_args=1, max_args=1, names="first")
+    @command("KV.PREFIX.OWNER", access=Access.TENANT, min_args=1, max_args=1, names="first")
     def owner(ctx: Context, args: Args) -> str:
         '''KV.PREFIX.OWNER <ns>
 
@@ -18,6 +18,8 @@
   raising a `CommandError`; any other exception becomes `-ERR internal error …`.
 * `Flag.WRITE`: all of it, Offload and awaits included, runs under the server-wide writer lock,
   but for the requests that `reads(args)` says only read.
+* `access` says who may ask: `Access.ANYONE` before authentication, `Access.TENANT` a tenant too,
+  whose stores are its own, `Access.ADMIN` nobody else. There is no default.
 * `names` and `sids` say which arguments are namespaces (1..200 bytes) and sids (1..205): `"first"`,
   `"all"`, or a function from `args` to their positions. Dispatch checks them before any effect.
 
@@ -35,6 +37,7 @@ from pion_server.payload import Buffer
 
 if TYPE_CHECKING:
     from pion_server.state import ServerState
+    from pion_server.wire.auth import Credentials
     from pion_server.wire.connection import Connection
 
 Args: TypeAlias = list[Buffer]
@@ -49,16 +52,27 @@ class Flag(enum.Flag):
 
     NONE = 0
     WRITE = enum.auto()
-    ADMIN = enum.auto()
-    NOAUTH = enum.auto()
+
+
+class Access(enum.Enum):
+    """Who may give a command."""
+
+    ANYONE = "before authentication"
+    TENANT = "tenants and the admin"
+    ADMIN = "the admin"
 
 
 @dataclass(slots=True)
 class Context:
-    """What a command works with: the stores, and who is asking."""
+    """What a command works with: the stores of who is asking, and the connection.
+
+    `enter(tenant)` makes the connection a tenant's, or the admin's (None), authenticated.
+    """
 
     state: ServerState
     connection: Connection
+    credentials: Credentials
+    enter: Callable[[bytes | None], None]
 
 
 Handler: TypeAlias = Callable[[Context, Args], object]
@@ -75,12 +89,14 @@ class Command:
     arguments: str
     min_args: int
     max_args: int | None
+    access: Access
     flags: Flag
     names: Positions
     sids: Positions
-    # `flags` again, for the hot path: asking an enum is slower than the rest of a PING.
+    # The enums again, for the hot path: asking one is slower than the rest of a PING.
     writes: bool
     open_to_all: bool
+    admin_only: bool
     reads: Callable[[Args], bool] | None
 
     def writes_with(self, args: Args) -> bool:
@@ -105,6 +121,7 @@ COMMANDS: dict[bytes, Command] = {}
 def command(
     name: str,
     *,
+    access: Access,
     min_args: int,
     max_args: int | None = None,
     args: str | None = None,
@@ -130,11 +147,13 @@ def command(
             arguments=args or syntax[len(name) :].strip(),
             min_args=min_args,
             max_args=max_args,
+            access=access,
             flags=flags,
             names=names,
             sids=sids,
             writes=Flag.WRITE in flags,
-            open_to_all=Flag.NOAUTH in flags,
+            open_to_all=access is Access.ANYONE,
+            admin_only=access is Access.ADMIN,
             reads=reads,
         )
         return handler

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from pion_server.commands.registry import Args, Context, command
+from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.errors import CommandError
 from pion_server.state import ServerState
 from pion_server.store.saving import collector_paused
@@ -15,12 +15,26 @@ from pion_server.store.saving import collector_paused
 ADOPT_SECONDS = 0.005
 
 
-@command("SAVE", min_args=0, max_args=0)
+@command("SAVE", access=Access.ADMIN, min_args=0, max_args=0)
 def save(ctx: Context, args: Args) -> str:
     """SAVE
 
     Accepted for Redis clients: every acknowledged write is in the log already.
     """
+    return "OK"
+
+
+async def save_all(state: ServerState) -> str:
+    """Snapshot the admin's stores and every tenant's, one after another."""
+    for one in state.everybody:
+        await save_default(one)
+    return "OK"
+
+
+async def save_copies(state: ServerState, relative: str) -> str:
+    """Extra snapshots, each at a path relative to its own data directory."""
+    for one in state.everybody:
+        await save_copy(one, relative)
     return "OK"
 
 

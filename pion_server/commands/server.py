@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 from pion_server.commands.registry import (
     COMMANDS,
+    Access,
     Args,
     Command,
     Context,
@@ -18,7 +19,7 @@ from pion_server.errors import BadArgument, printable
 from pion_server.wire.replies import NO_REPLY
 
 
-@command("COMMAND", min_args=0)
+@command("COMMAND", access=Access.TENANT, min_args=0)
 def command_table(ctx: Context, args: Args) -> object:
     """COMMAND [COUNT | LIST | INFO name ... | DOCS [name ...]]"""
     word = bytes(args[0][:16]).upper() if args else b"INFO"
@@ -39,8 +40,8 @@ def command_table(ctx: Context, args: Args) -> object:
 
 def _row(row: Command) -> list[object]:
     flags = ["write" if Flag.WRITE in row.flags else "readonly"]
-    flags += ["admin"] if Flag.ADMIN in row.flags else []
-    flags += ["no_auth"] if Flag.NOAUTH in row.flags else []
+    flags += ["admin"] if row.admin_only else []
+    flags += ["no_auth"] if row.open_to_all else []
     first, last = {"first": (1, 1), "all": (1, -1)}.get(str(row.names or row.sids), (0, 0))
     return [
         row.name.lower().encode(),
@@ -64,7 +65,7 @@ def _docs(row: Command) -> dict[object, object]:
     }
 
 
-@command("CONFIG", min_args=1, flags=Flag.ADMIN)
+@command("CONFIG", access=Access.ADMIN, min_args=1)
 def config(ctx: Context, args: Args) -> object:
     """CONFIG GET pattern [pattern ...] | RESETSTAT"""
     word = bytes(args[0][:16]).upper()
@@ -76,7 +77,8 @@ def config(ctx: Context, args: Args) -> object:
             if any(fnmatchcase(name, pattern) for pattern in patterns)
         }
     if word == b"RESETSTAT" and len(args) == 1:
-        ctx.state.stats.reset()
+        for one in ctx.state.everybody:
+            one.stats.reset()
         return "OK"
     if word == b"SET":
         raise BadArgument("CONFIG SET is not supported: restart with another flag")
@@ -106,7 +108,7 @@ def _parameters(config: Config, port: int) -> dict[str, str]:
     }
 
 
-@command("SHUTDOWN", min_args=0, max_args=1, flags=Flag.ADMIN)
+@command("SHUTDOWN", access=Access.ADMIN, min_args=0, max_args=1)
 def shutdown(ctx: Context, args: Args) -> object:
     """SHUTDOWN [NOSAVE | SAVE]
 

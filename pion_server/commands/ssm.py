@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
-from pion_server.commands.registry import Args, Context, Flag, command
+from pion_server.commands.registry import Access, Args, Context, Flag, command
 from pion_server.commands.v import INLINE_BYTES
 from pion_server.errors import BadArgument
 from pion_server.payload import Chunk, FileSpan, Offload, Payload
@@ -15,7 +15,14 @@ from pion_server.store.log import Record
 MAX_LAYER = 2**32 - 2
 
 
-@command("SSM.PREFIX.STORE", min_args=3, max_args=5, flags=Flag.WRITE, names="first")
+@command(
+    "SSM.PREFIX.STORE",
+    access=Access.TENANT,
+    min_args=3,
+    max_args=5,
+    flags=Flag.WRITE,
+    names="first",
+)
 def store(ctx: Context, args: Args) -> object:
     """SSM.PREFIX.STORE <sid> <layer> <state_blob> [GEN <gen>]
 
@@ -36,7 +43,7 @@ def store(ctx: Context, args: Args) -> object:
     return work() if len(blob) <= INLINE_BYTES else Offload(work)
 
 
-@command("SSM.PREFIX.FETCH", min_args=2, max_args=2, names="first")
+@command("SSM.PREFIX.FETCH", access=Access.TENANT, min_args=2, max_args=2, names="first")
 def fetch(ctx: Context, args: Args) -> object:
     """SSM.PREFIX.FETCH <sid> <layer>
 
@@ -62,7 +69,9 @@ def fetch(ctx: Context, args: Args) -> object:
     return work() if held.verified or held.length <= INLINE_BYTES else Offload(work)
 
 
-@command("SSM.PREFIX.DROP", min_args=1, max_args=2, flags=Flag.WRITE, names="first")
+@command(
+    "SSM.PREFIX.DROP", access=Access.TENANT, min_args=1, max_args=2, flags=Flag.WRITE, names="first"
+)
 def drop(ctx: Context, args: Args) -> str:
     """SSM.PREFIX.DROP <sid> [<layer>]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pion_server import __version__
 from pion_server.commands.arguments import word
-from pion_server.commands.registry import Args, Context, command
+from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.state import ServerState
 from pion_server.wire.replies import Verbatim
 
@@ -42,7 +42,7 @@ def receipt(state: ServerState) -> dict[str, int | str]:
     }
 
 
-@command("PION.STATS", min_args=0)
+@command("PION.STATS", access=Access.TENANT, min_args=0)
 def stats(ctx: Context, args: Args) -> object:
     """PION.STATS [RESET]
 
@@ -89,10 +89,16 @@ def _server(state: ServerState) -> dict[str, object]:
 
 
 def _clients(state: ServerState) -> dict[str, object]:
-    return {"connected_clients": len(state.connections), "maxclients": state.config.max_clients}
+    everyone = state.connections.values()
+    shown = [one for one in everyone if not state.tenant or one.user == state.tenant]
+    return {"connected_clients": len(shown), "maxclients": state.config.max_clients}
 
 
 def _memory(state: ServerState) -> dict[str, object]:
+    if state.tenant:
+        # What the process takes says something about the others.
+        used = state.stores.budget.used
+        return {"used_memory": used, "used_memory_peak": used, "stored_bytes": used}
     used = resident_bytes()
     return {
         "used_memory": used,
@@ -130,7 +136,9 @@ def _replication(_: ServerState) -> dict[str, object]:
     return {"role": "master", "connected_slaves": 0}
 
 
-def _cpu(_: ServerState) -> dict[str, object]:
+def _cpu(state: ServerState) -> dict[str, object]:
+    if state.tenant:
+        return {}
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {"used_cpu_sys": f"{usage.ru_stime:.6f}", "used_cpu_user": f"{usage.ru_utime:.6f}"}
 
@@ -150,6 +158,15 @@ def _keyspace(_: ServerState) -> dict[str, object]:
     return {}
 
 
+def _tenants(state: ServerState) -> dict[str, object]:
+    """For the admin: a line for each tenant, of its stores alone."""
+    return {
+        own.tenant: f"sessions={len(own.vstore.table)},bytes={own.stores.budget.used},"
+        f"hits={own.stats.hits},misses={own.stats.misses}"
+        for own in state.tenants.values()
+    }
+
+
 SECTIONS: dict[str, Callable[[ServerState], dict[str, object]]] = {
     "Server": _server,
     "Clients": _clients,
@@ -161,11 +178,12 @@ SECTIONS: dict[str, Callable[[ServerState], dict[str, object]]] = {
     "Cluster": _cluster,
     "Pion": _pion,
     "Keyspace": _keyspace,
+    "Tenants": _tenants,
 }
 EVERYTHING = {"ALL", "DEFAULT", "EVERYTHING"}
 
 
-@command("INFO", min_args=0)
+@command("INFO", access=Access.TENANT, min_args=0)
 def info(ctx: Context, args: Args) -> Verbatim:
     """INFO [section ...]
 
@@ -176,5 +194,7 @@ def info(ctx: Context, args: Args) -> Verbatim:
     blocks = []
     for title in chosen:
         fields = SECTIONS[title](ctx.state)
+        if not fields and title == "Tenants":
+            continue
         blocks.append(f"# {title}\r\n" + "".join(f"{k}:{v}\r\n" for k, v in fields.items()))
     return Verbatim("\r\n".join(blocks))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
-from pion_server.commands.registry import Args, Context, Flag, command
+from pion_server.commands.registry import Access, Args, Context, Flag, command
 from pion_server.errors import BadArgument
 from pion_server.formats import InputType
 from pion_server.payload import Offload, Payload
@@ -21,6 +21,7 @@ INLINE_BYTES = 1 << 18
 
 @command(
     "V.CREATE",
+    access=Access.TENANT,
     min_args=2,
     flags=Flag.WRITE,
     sids="first",
@@ -66,7 +67,7 @@ def _layers(args: Args, default_dim: int) -> Schema:
     return arguments.schema_of(specs, default_dim)
 
 
-@command("V.STOREBATCH", min_args=5, flags=Flag.WRITE, sids="first")
+@command("V.STOREBATCH", access=Access.TENANT, min_args=5, flags=Flag.WRITE, sids="first")
 def storebatch(ctx: Context, args: Args) -> object:
     """V.STOREBATCH <sid> <layer> <start> <count> <blob> [FMT F32|F16|BF16|PACKED] [GEN <gen>]
 
@@ -110,7 +111,7 @@ def _input_type(text: str) -> InputType | None:
     return InputType[text]
 
 
-@command("V.FETCH", min_args=3, sids="first")
+@command("V.FETCH", access=Access.TENANT, min_args=3, sids="first")
 def fetch(ctx: Context, args: Args) -> object:
     """V.FETCH <sid> <layer> <id> ... | <layer> RANGE <start> <end> | BATCH <start> <end> [<layers>]
 
@@ -237,7 +238,7 @@ def _payload(rows: StoredRows, form: str) -> Payload:
     return rows.decoded()
 
 
-@command("V.INFO", min_args=0, max_args=1, sids="first")
+@command("V.INFO", access=Access.TENANT, min_args=0, max_args=1, sids="first")
 def info(ctx: Context, args: Args) -> bytes:
     """V.INFO [<sid>]
 
@@ -282,7 +283,7 @@ def _lines(fields: Iterable[tuple[str, object]]) -> bytes:
     return "".join(f"{key}:{value}\r\n" for key, value in fields).encode()
 
 
-@command("V.DROP", min_args=1, flags=Flag.WRITE, sids="all")
+@command("V.DROP", access=Access.TENANT, min_args=1, flags=Flag.WRITE, sids="all")
 def drop(ctx: Context, args: Args) -> int:
     """V.DROP <sid> [<sid> ...]
 
@@ -292,7 +293,7 @@ def drop(ctx: Context, args: Args) -> int:
     return int(ctx.state.vstore.drop_sessions(sids, ctx.connection))
 
 
-@command("V.SNAPSHOT", min_args=1, max_args=1, flags=Flag.WRITE, sids="first")
+@command("V.SNAPSHOT", access=Access.TENANT, min_args=1, max_args=1, flags=Flag.WRITE, sids="first")
 def snapshot(ctx: Context, args: Args) -> int:
     """V.SNAPSHOT <sid>
 
@@ -301,7 +302,7 @@ def snapshot(ctx: Context, args: Args) -> int:
     return int(ctx.state.vstore.snapshot(arguments.name(args[0])))
 
 
-@command("V.RESTORE", min_args=2, max_args=2, flags=Flag.WRITE, sids="first")
+@command("V.RESTORE", access=Access.TENANT, min_args=2, max_args=2, flags=Flag.WRITE, sids="first")
 def restore(ctx: Context, args: Args) -> str:
     """V.RESTORE <sid> <snap_id>
 
@@ -312,7 +313,7 @@ def restore(ctx: Context, args: Args) -> str:
     return "OK"
 
 
-@command("V.COMMIT", min_args=2, max_args=2, flags=Flag.WRITE, sids="first")
+@command("V.COMMIT", access=Access.TENANT, min_args=2, max_args=2, flags=Flag.WRITE, sids="first")
 def commit(ctx: Context, args: Args) -> int:
     """V.COMMIT <sid> <snap_id>
 

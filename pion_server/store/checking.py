@@ -13,6 +13,7 @@ from pion_server.store.files import DirectoryLock, StoreFile
 from pion_server.store.log import ForeignFile, Record
 from pion_server.store.opening import SSM_KIND, VSTORE_KIND, cut_tail
 from pion_server.store.reading import LogReader
+from pion_server.tenants import DIRECTORY as TENANTS
 
 KINDS = {
     "pion.vstore.[0-9]*": VSTORE_KIND,
@@ -43,21 +44,27 @@ def check_directory(
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"no data directory {directory}")
-    lock = DirectoryLock(directory)
     report = CheckReport()
-    try:
-        for pattern, kind in KINDS.items():
-            for path in sorted(directory.glob(pattern)):
+    with contextlib.ExitStack() as locks:
+        locks.callback(DirectoryLock(directory).close)
+        for home in (directory, *sorted(directory.glob(f"{TENANTS}/*/"))):
+            if home != directory:
+                locks.callback(DirectoryLock(home).close)
+            paths = [(path, KINDS[pattern]) for pattern in KINDS for path in home.glob(pattern)]
+            for path, kind in sorted(paths):
                 if path.name.rpartition(".")[2].isdigit():
-                    progress(path.name)
+                    progress(str(path.relative_to(directory)))
                     _check_file(path, kind, report, repair)
-    finally:
-        lock.close()
     return report
 
 
 def _read(path: Path, kind: int) -> LogReader:
     return LogReader(StoreFile.open(path), kind, grows=".wal." in path.name)
+
+
+def _shown(path: Path) -> str:
+    """A file's name as told: a tenant's with its directory."""
+    return "/".join(path.parts[-3:]) if TENANTS in path.parts[-3:-2] else path.name
 
 
 def _check_file(path: Path, kind: int, report: CheckReport, repair: bool) -> None:
@@ -74,13 +81,13 @@ def _check_file(path: Path, kind: int, report: CheckReport, repair: bool) -> Non
         report.problems.append(str(error))
         return
     found = reader.report
-    report.problems.extend(f"{path.name}: {note}" for note in found.notes)
+    report.problems.extend(f"{_shown(path)}: {note}" for note in found.notes)
     if halves := found.recovered + found.half_closed:
-        report.problems.append(f"{path.name}: {halves} records have one damaged head")
+        report.problems.append(f"{_shown(path)}: {halves} records have one damaged head")
     if found.lost_bytes:
-        report.problems.append(f"{path.name}: {found.lost_bytes} bytes are no record")
+        report.problems.append(f"{_shown(path)}: {found.lost_bytes} bytes are no record")
     if found.cut_at is not None:
-        text = f"{path.name}: torn tail of {found.cut_bytes} bytes at offset {found.cut_at}"
+        text = f"{_shown(path)}: torn tail of {found.cut_bytes} bytes at offset {found.cut_at}"
         if repair:
             text += f", cut and kept as {cut_tail(reader.file, found.cut_at).name}"
         report.problems.append(text)
@@ -110,6 +117,6 @@ def _check_record(path: Path, record: Record, report: CheckReport) -> None:
         shown = printable(name_bytes(name)) if isinstance(name, str) else "?"
         layer = f" layer {meta['l']}" if "l" in meta else ""
         report.problems.append(
-            f"{path.name}: record {record.seq} ({RecordType(record.type).name} "
+            f"{_shown(path)}: record {record.seq} ({RecordType(record.type).name} "
             f"'{shown}'{layer}): {str(error)[4:]}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
 from pion_server.errors import BadArgument, WrongPassword
@@ -11,21 +11,41 @@ from pion_server.payload import Buffer
 
 # Seconds a connection waits for its refusal, and with it for everything it sent behind.
 FAILURE_DELAY = 0.25
+_LONGEST_NAME = 64
 
 
-def check_password(password: str | None, *given: Buffer) -> Coroutine[Any, Any, NoReturn] | None:
-    """None if one of `given` is the password; else what to await: it raises WrongPassword, late.
+class Credentials:
+    """The admin's password (None: everybody is admin) and the tenants' by name."""
 
-    Raises BadArgument at once where no password is set: a client that sends one is told so.
-    """
-    if password is None:
-        raise BadArgument("Client sent AUTH, but no password is set")
-    import hmac
+    def __init__(self, password: str | None, tenants: Mapping[str, str]) -> None:
+        self.password = password
+        self._expected = (password or "").encode()
+        self._tenants = {name.encode(): word.encode() for name, word in tenants.items()}
 
-    expected = password.encode()
-    # Every candidate is compared: how long that takes says nothing about which was right.
-    right = [hmac.compare_digest(bytes(word), expected) for word in given]
-    return None if any(right) else _refuse()
+    @property
+    def needed(self) -> bool:
+        """Whether anybody has to authenticate."""
+        return self.password is not None
+
+    def tenant(self, user: Buffer) -> bytes | None:
+        """`user` if a tenant is called so; every other name stands for the admin."""
+        name = bytes(user[: _LONGEST_NAME + 1])
+        return name if name in self._tenants else None
+
+    def check(self, tenant: bytes | None, *given: Buffer) -> Coroutine[Any, Any, NoReturn] | None:
+        """None if one of `given` is the password of that tenant, or of the admin.
+
+        Else what to await: it raises WrongPassword, late. Raises BadArgument at once where no
+        password is set: a client that sends one is told so.
+        """
+        if self.password is None:
+            raise BadArgument("Client sent AUTH, but no password is set")
+        expected = self._expected if tenant is None else self._tenants[tenant]
+        import hmac  # not at start-up: it brings OpenSSL
+
+        # Every candidate is compared: how long that takes says nothing about which was right.
+        right = [hmac.compare_digest(bytes(word), expected) for word in given]
+        return None if any(right) else _refuse()
 
 
 async def _refuse() -> NoReturn:

@@ -16,6 +16,8 @@ class Connection:
     local_address: str
     peer_is_local: bool
     authenticated: bool = True
+    # Whose stores its commands reach; None: the admin's, or everybody's where there is no password.
+    tenant: bytes | None = None
     protocol: int = 2
     name: str = ""
     user: str = "default"

@@ -8,6 +8,7 @@ import pytest
 
 from pion_server.config import Config, parse
 from pion_server.flags import FLAGS, IGNORED, ConfigError, help_text, size
+from pion_server.tenants import Tenant
 
 
 def refusal(*argv: str, environ: dict[str, str] | None = None) -> str:
@@ -36,6 +37,8 @@ def test_every_flag_that_works_sets_its_field(tmp_path: Path) -> None:
             *("--vstore-sessions", "20000", "--maxmemory", "512mb", "--max-disk", "4gb"),
             *("--ssm-budget", "1g", "--export-budget", "0", "--max-request", "2mb"),
             *("--max-output", "3mb", "--fetch-zero-fill", "--status-file", "/s"),
+            *("--tenant", "ann=a", "--tenant", "bob=b=c", "--tenant-quota", "bob=1mb,8"),
+            *("--tenant-strict", "--ns-prefix", "team/"),
             *("--crash-log", "/c", "--no-crash-log"),
         ],
         {"PION_EXPORT_DIR": "/exports"},
@@ -45,6 +48,9 @@ def test_every_flag_that_works_sets_its_field(tmp_path: Path) -> None:
         bind="0.0.0.0",
         directory=Path("/data"),
         password="s3cret",
+        tenants=(Tenant("ann", "a"), Tenant("bob", "b=c", 1 << 20, 8)),
+        tenant_strict=True,
+        ns_prefix=b"team/",
         max_clients=7,
         fsync="always",
         keyspace_log=False,
@@ -119,11 +125,6 @@ def test_nothing_near_points_to_the_help() -> None:
     "words",
     [
         ("--unixsocket", "/s"),
-        ("--tenant", "a=b"),
-        ("--tenant",),
-        ("--tenant-quota", "a=1"),
-        ("--tenant-strict",),
-        ("--ns-prefix", "p"),
         ("--wal-size", "1mb"),
         ("--tls",),
     ],

@@ -82,8 +82,8 @@ def test_the_server_imports_no_mlx_before_attention_is_asked_for(
     extra = tmp_path / "extra.py"
     extra.write_text(
         "import sys\n"
-        "from pion_server.commands.registry import command\n"
-        "@command('T.MODULES', min_args=0)\n"
+        "from pion_server.commands.registry import Access, command\n"
+        "@command('T.MODULES', access=Access.TENANT, min_args=0)\n"
         "def modules(ctx, args):\n"
         "    'T.MODULES'\n"
         "    return [name.encode() for name in sys.modules]\n"

@@ -346,19 +346,19 @@ def test_refused_metas(client: RawClient, ns: bytes, words: tuple[Word, ...], te
 
 HOLD_THE_WRITER_LOCK = """
 import asyncio
-from pion_server.commands.registry import Flag, command
+from pion_server.commands.registry import Access, Flag, command
 
 gate = asyncio.Event()
 
 
-@command("T.HOLD", min_args=0, flags=Flag.WRITE)
+@command("T.HOLD", access=Access.TENANT, min_args=0, flags=Flag.WRITE)
 async def hold(ctx, args):
     "T.HOLD"
     await gate.wait()
     return "OK"
 
 
-@command("T.FREE", min_args=0)
+@command("T.FREE", access=Access.TENANT, min_args=0)
 def free(ctx, args):
     "T.FREE"
     gate.set()

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from pion_server.commands.registry import Args, Context, Flag, command
+from pion_server.commands.registry import Access, Args, Context, Flag, command
 from pion_server.errors import BadArgument, NotFound
 from pion_server.payload import Chunk, FileSpan, Offload, Payload
 
@@ -34,19 +34,19 @@ def _stored_file() -> Any:
 _FILE = _stored_file()
 
 
-@command("T.CRC", min_args=0)
+@command("T.CRC", access=Access.TENANT, min_args=0)
 def crc(ctx: Context, args: Args) -> object:
     """T.CRC <bytes> ..."""
     return [item for arg in args for item in (len(arg), zlib.crc32(arg))]
 
 
-@command("T.EAGER", min_args=1, max_args=1)
+@command("T.EAGER", access=Access.TENANT, min_args=1, max_args=1)
 def eager(ctx: Context, args: Args) -> object:
     """T.EAGER <size>"""
     return b"e" * int(bytes(args[0]))
 
 
-@command("T.LAZY", min_args=1, max_args=1)
+@command("T.LAZY", access=Access.TENANT, min_args=1, max_args=1)
 def lazy(ctx: Context, args: Args) -> Payload:
     """T.LAZY <size>"""
     size = int(bytes(args[0]))
@@ -58,14 +58,14 @@ def lazy(ctx: Context, args: Args) -> Payload:
     return Payload(size, chunks)
 
 
-@command("T.FILE", min_args=2, max_args=2)
+@command("T.FILE", access=Access.TENANT, min_args=2, max_args=2)
 def from_file(ctx: Context, args: Args) -> list[Payload]:
     """T.FILE <spans> <size>"""
     count, size = int(bytes(args[0])), int(bytes(args[1]))
     return [Payload(size, lambda: iter([FileSpan(_FILE, 3, size)]))] * count
 
 
-@command("T.BROKEN", min_args=0, max_args=0)
+@command("T.BROKEN", access=Access.TENANT, min_args=0, max_args=0)
 def broken(ctx: Context, args: Args) -> Payload:
     """T.BROKEN"""
 
@@ -76,7 +76,7 @@ def broken(ctx: Context, args: Args) -> Payload:
     return Payload(1000, chunks)
 
 
-@command("T.RAISE", min_args=1, max_args=1)
+@command("T.RAISE", access=Access.TENANT, min_args=1, max_args=1)
 def fail(ctx: Context, args: Args) -> object:
     """T.RAISE <here|thread|task|missing|encoding|memory>"""
 
@@ -101,14 +101,14 @@ def fail(ctx: Context, args: Args) -> object:
     return work()
 
 
-@command("T.WAIT", min_args=2, max_args=2)
+@command("T.WAIT", access=Access.TENANT, min_args=2, max_args=2)
 async def wait(ctx: Context, args: Args) -> object:
     """T.WAIT <ms> <answer>"""
     await asyncio.sleep(int(bytes(args[0])) / 1000)
     return args[1]
 
 
-@command("T.WORK", min_args=2, max_args=2)
+@command("T.WORK", access=Access.TENANT, min_args=2, max_args=2)
 def work_in_thread(ctx: Context, args: Args) -> object:
     """T.WORK <ms> <answer>"""
     milliseconds = int(bytes(args[0]))
@@ -120,7 +120,7 @@ def work_in_thread(ctx: Context, args: Args) -> object:
     return Offload(work)
 
 
-@command("T.WRITE", min_args=2, max_args=2, flags=Flag.WRITE)
+@command("T.WRITE", access=Access.TENANT, min_args=2, max_args=2, flags=Flag.WRITE)
 def write(ctx: Context, args: Args) -> object:
     """T.WRITE <here|thread|task> <value>
 
@@ -154,13 +154,13 @@ def write(ctx: Context, args: Args) -> object:
     return finish()
 
 
-@command("T.WRITTEN", min_args=0, max_args=0)
+@command("T.WRITTEN", access=Access.TENANT, min_args=0, max_args=0)
 def written(ctx: Context, args: Args) -> object:
     """T.WRITTEN"""
     return list(_written)
 
 
-@command("T.OWN", min_args=0, max_args=0)
+@command("T.OWN", access=Access.TENANT, min_args=0, max_args=0)
 def own(ctx: Context, args: Args) -> object:
     """T.OWN
 
@@ -175,25 +175,25 @@ def own(ctx: Context, args: Args) -> object:
     return "OK"
 
 
-@command("T.CLOSED", min_args=0, max_args=0)
+@command("T.CLOSED", access=Access.TENANT, min_args=0, max_args=0)
 def closed(ctx: Context, args: Args) -> object:
     """T.CLOSED"""
     return _closed
 
 
-@command("T.NAMES", min_args=1, names="all")
+@command("T.NAMES", access=Access.TENANT, min_args=1, names="all")
 def names(ctx: Context, args: Args) -> object:
     """T.NAMES <ns> [<ns> ...]"""
     return [bytes(arg) for arg in args]
 
 
-@command("T.SID", min_args=2, max_args=2, sids=lambda args: [1])
+@command("T.SID", access=Access.TENANT, min_args=2, max_args=2, sids=lambda args: [1])
 def sid(ctx: Context, args: Args) -> object:
     """T.SID <option> <sid>"""
     return len(args[1])
 
 
-@command("T.RSS", min_args=0, max_args=0)
+@command("T.RSS", access=Access.TENANT, min_args=0, max_args=0)
 def resident(ctx: Context, args: Args) -> object:
     """T.RSS"""
     from pion_server.process import rss_bytes
@@ -201,7 +201,7 @@ def resident(ctx: Context, args: Args) -> object:
     return rss_bytes()
 
 
-@command("T.FILES", min_args=0, max_args=0)
+@command("T.FILES", access=Access.TENANT, min_args=0, max_args=0)
 def open_files(ctx: Context, args: Args) -> object:
     """T.FILES"""
     return len(os.listdir("/dev/fd"))
