@@ -37,16 +37,19 @@ from pion_vllm_mlx.attend_queries import AttendQueries
 from pion_vllm_mlx.calls import CallThread, Ticket
 from pion_vllm_mlx.held import HeldPrefixes
 from pion_vllm_mlx.kv_bits import KvBits
+from pion_vllm_mlx.lineage import Lineage
 from pion_vllm_mlx.model_survey import Glance
 from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
 from pion_vllm_mlx.prefill import Progress, prefill
+from pion_vllm_mlx.prefix_reuse import PrefixReuse
 from pion_vllm_mlx.process_lock import ProcessLock
+from pion_vllm_mlx.rates import Rates
 from pion_vllm_mlx.restore import Miss, fetch_prefix, find_prefix, has_manifest
 from pion_vllm_mlx.stage2 import Stage2
 from pion_vllm_mlx.storing import Mode, Storing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
-from pion_vllm_mlx.transport import Lane, Patience, TransportError
+from pion_vllm_mlx.transport import GivenUp, Lane, Patience, TransportError
 from pion_vllm_mlx.transport.binary import BinaryLane
 from pion_vllm_mlx.transport.endpoint import Endpoint
 
@@ -149,6 +152,10 @@ class PionPromptCache(AttendQueries):
         self._storing = Storing(
             store, self._lane, self._tier, self._tally, prefill_step_size, store_wait
         )
+        self._rates = Rates()
+        #: What serves calls without a namespace; made by the first of them.
+        self._reuse: PrefixReuse | None = None
+        self._store_mode, self._store_wait, self._held_bytes = store, store_wait, held_bytes
         self._stage2 = None
         if stage2:
             binary = None
@@ -166,13 +173,16 @@ class PionPromptCache(AttendQueries):
     def get_or_prefill(
         self,
         prefix_ids: Iterable[Any],
-        namespace: str | bytes,
+        namespace: str | bytes | None = None,
         progress: Progress | None = None,
     ) -> list[Any]:
         """Return a prompt cache that holds exactly `prefix_ids`, restored or computed.
 
         It is the caller's own: generate with it, change it, call again for another. Pass the
         model only the tokens after the prefix, at least one of them (`require_suffix`).
+
+        Without a namespace the longest beginning of `prefix_ids` that was ever computed is
+        restored, whatever prompt it belonged to, the rest is computed, and what is new is stored.
 
         `progress(done, total)` is called during a prefill, with tokens; not on a hit.
 
@@ -181,17 +191,19 @@ class PionPromptCache(AttendQueries):
         prefix is an empty cache.
         """
         ids = check_ids(prefix_ids, self._vocab_size)
-        name = check_namespace(namespace)
+        name = None if namespace is None else check_namespace(namespace)
         template = self._template(len(ids))
         classify(template)
         if not ids:
             self._tally.add_miss("empty")
             return template
+        if name is None:
+            return self._prefixes().get(ids, progress)
         fingerprint = self.fingerprint()
         cache = self._from_process(name, ids, fingerprint)
         damaged = 0
         if cache is None:
-            cache, damaged = self._from_server(name, ids, fingerprint)
+            cache, damaged = self._from_server(name, ids, fingerprint, self._rates)
         if cache is None:
             cache = self._from_model(name, ids, fingerprint, progress, damaged)
         if is_installed():
@@ -201,7 +213,7 @@ class PionPromptCache(AttendQueries):
     async def aget_or_prefill(
         self,
         prefix_ids: Iterable[Any],
-        namespace: str | bytes,
+        namespace: str | bytes | None = None,
         progress: Progress | None = None,
     ) -> list[Any]:
         """As `get_or_prefill`, from an event loop and without blocking it.
@@ -260,7 +272,8 @@ class PionPromptCache(AttendQueries):
 
         hits, misses, hit_rate, miss_reasons (by word), hits_in_process, tokens_restored,
         bytes_fetched, bytes_stored, stores, stores_skipped (it was there already, somebody else
-        is storing it, a newer one took its place, too many wait), stores_failed; milliseconds in
+        is storing it, a newer one took its place, too many wait), stores_failed, given_up
+        (restores that became slower than a prefill); milliseconds in
         fetch_ms_total (a restore, from the first command to rebuilt caches), store_ms_total (of
         this thread and the storing one), prefill_ms_total.
         """
@@ -271,7 +284,10 @@ class PionPromptCache(AttendQueries):
 
         True if every store so far has ended and none has failed since the last `flush`.
         """
-        return self._storing.flush(timeout)
+        wait = self._store_wait if timeout is None else timeout
+        deadline = time.monotonic() + wait
+        reused = self._reuse is None or self._reuse.flush(wait)
+        return self._storing.flush(max(0.0, deadline - time.monotonic())) and reused
 
     def close(self) -> None:
         """Let go of the connections and of what is held in process. The object stays usable.
@@ -281,6 +297,8 @@ class PionPromptCache(AttendQueries):
         """
         self._lane.close()
         self._storing.close()
+        if self._reuse is not None:
+            self._reuse.close()
         self._held.clear()
         self._mlx_prefix_kv.clear()
         if self._stage2 is not None:
@@ -296,6 +314,33 @@ class PionPromptCache(AttendQueries):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _prefixes(self) -> PrefixReuse:
+        with self._prefilling:
+            if self._reuse is None:
+                index = Lineage(
+                    self.model,
+                    self._lane,
+                    tier=self._tier,
+                    kv_bits=self._kv_bits,
+                    timeout=self.timeout,
+                    model_path=self._model_path,
+                    prefill_step=self.prefill_step_size,
+                    rates=self._rates,
+                    tally=self._tally,
+                )
+                self._reuse = PrefixReuse(
+                    self.model,
+                    index,
+                    self._tally,
+                    kv_bits=self._kv_bits,
+                    prefill_step=self.prefill_step_size,
+                    held_bytes=self._held_bytes,
+                    store=self._store_mode,
+                    store_wait=self._store_wait,
+                    computing=self._prefilling,
+                )
+            return self._reuse
 
     def _from_process(
         self, name: bytes, ids: tuple[int, ...] | int, fingerprint: str
@@ -315,19 +360,30 @@ class PionPromptCache(AttendQueries):
         return cache
 
     def _from_server(
-        self, name: bytes, ids: tuple[int, ...] | int, fingerprint: str
+        self,
+        name: bytes,
+        ids: tuple[int, ...] | int,
+        fingerprint: str,
+        rates: Rates | None = None,
     ) -> tuple[list[Any] | None, int]:
-        """A restored cache or None; then also the generation of a manifest found to be wrong."""
+        """A restored cache or None; then also the generation of a manifest found to be wrong.
+
+        With `rates` only if it is likely to be sooner than a prefill.
+        """
         started = time.perf_counter()
         gen = 0
         try:
             found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
             gen = found.gen
-            restored = fetch_prefix(self._lane, name, found, self.timeout)
+            restored = fetch_prefix(self._lane, name, found, self.timeout, rates=rates)
             cache = rebuild(self._template(restored.image.tokens), restored.image)
         except Miss as miss:
             self._tally.add_miss(miss.reason)
             return None, gen
+        except GivenUp:
+            self._tally.add_miss("slower")
+            self._tally.add("given_up")
+            return None, 0
         except TransportError:
             self._tally.add_miss("unavailable")
             return None, 0
@@ -338,7 +394,9 @@ class PionPromptCache(AttendQueries):
             self._tally.add_miss("error")
             self._tally.wonder("a stored prefix could not be rebuilt", error)
             return None, gen
-        self._tally.add_seconds("fetch_ms_total", time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._rates.add_restore(restored.nbytes, seconds)
+        self._tally.add_seconds("fetch_ms_total", seconds)
         self._tally.add("hits")
         self._tally.add("tokens_restored", restored.image.tokens)
         self._tally.add("bytes_fetched", restored.nbytes)
@@ -362,6 +420,7 @@ class PionPromptCache(AttendQueries):
             cache = KvBits().template(self.model, 0)
             step, kv_bits = self.prefill_step_size, self._kv_bits
             seconds = prefill(self.model, ids, cache, step, progress, kv_bits)
+            self._rates.add_prefill(len(ids), seconds)
             self._tally.add_seconds("prefill_ms_total", seconds)
             image = self._image_of(cache, len(ids))
             if image is not None:

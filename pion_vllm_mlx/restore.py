@@ -25,6 +25,7 @@ from pion_vllm_mlx.manifest import (
     read_manifest,
 )
 from pion_vllm_mlx.pieces import Landing, places_of
+from pion_vllm_mlx.rates import Rates
 from pion_vllm_mlx.ship import session_id
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Buffer, Command, Lane, Patience, Reply, ServerError
@@ -115,12 +116,19 @@ def find_generation(lane: Lane, namespace: bytes, patience: Patience) -> int:
 
 
 def fetch_prefix(
-    lane: Lane, namespace: bytes, found: Found, first_byte: float, *, credited: bool = True
+    lane: Lane,
+    namespace: bytes,
+    found: Found,
+    first_byte: float,
+    *,
+    credited: bool = True,
+    rates: Rates | None = None,
 ) -> Restored:
     """Read every piece, check all of them, then make the image; raises Miss or TransportError.
 
     `first_byte`: seconds the server has to begin its answer. `credited`: a prefill is saved by
-    this, and the server counts it.
+    this, and the server counts it. `rates`: do it only if, and as long as, it is sooner than that
+    prefill; else Miss or GivenUp.
     """
     manifest = found.manifest
     try:
@@ -130,9 +138,10 @@ def fetch_prefix(
     nbytes = sum(read.nbytes for read in reads)
     credit = [_lookup(namespace, len(manifest.ids), manifest.prefill_ms)] if credited else []
     commands = [*credit, *(read.command for read in reads), _get(namespace)]
-    replies = lane.exchange(
-        commands, patience_for(nbytes, first_byte, manifest.prefill_ms / 1000 or None)
-    )
+    tokens, told = len(manifest.ids), manifest.prefill_ms / 1000 or None
+    if rates is not None and not rates.pays(tokens, nbytes, told):
+        raise Miss("slower")
+    replies = lane.exchange(commands, patience_for(nbytes, tokens, first_byte, told, rates))
     if _meta(replies[-1])[0] != found.gen:
         raise Miss("changed", "stored anew or dropped while it was read")
     arrived = _Arrived()
@@ -262,8 +271,16 @@ def _meta(reply: Reply) -> tuple[int, Buffer | None]:
             raise Miss("manifest", "an unexpected reply to META GET")
 
 
-def patience_for(nbytes: int, first_byte: float, prefill: float | None) -> Patience:
-    """Wait no longer than computing takes (`prefill` seconds, if known), but 2 s at least."""
+def patience_for(
+    nbytes: int, tokens: int, first_byte: float, told: float | None, rates: Rates | None = None
+) -> Patience:
+    """Wait for `nbytes` no longer than computing `tokens` takes here, but 2 s at least.
+
+    `told`: seconds it took whoever stored them, for as long as this client has computed nothing
+    itself. With `rates` the transfer is given up as soon as it cannot win any more.
+    """
+    own = None if rates is None else rates.prefill_seconds(tokens)
     longest = 2 + nbytes / _SLOWEST
-    known = longest if prefill is None else prefill
-    return Patience(first_byte=first_byte, stall=2.0, total=max(2.0, min(known, longest)))
+    total = own if own is not None else min(longest, told or longest)
+    watch = None if rates is None else rates.watch(tokens, nbytes, told)
+    return Patience(first_byte=first_byte, stall=2.0, total=max(2.0, total), watch=watch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -129,11 +128,7 @@ class Lineage:
                 first = Command.of("KV.PREFIX.LOOKUP", asked.segment_at(0))
                 self._lane.exchange([first], self._quick())
         except TransportError:
-            self._tally.add_miss("unavailable")
-            return Match(asked)
-        if not match.tokens:
-            reason = "short" if not asked.digests else "checkpoint" if match.seen else "absent"
-            self._tally.add_miss(reason)
+            return Match(asked, unavailable=True)
         return match
 
     def pays(self, match: Match) -> bool:
@@ -142,15 +137,21 @@ class Lineage:
         return enough and self.rates.pays(match.tokens, match.nbytes, _seconds(match))
 
     def restore(self, match: Match) -> list[Any] | None:
-        """Caches that hold exactly `match.tokens` tokens, the caller's own, or None."""
+        """Caches that hold exactly `match.tokens` tokens, the caller's own, or None.
+
+        This is what counts as a hit or a miss.
+        """
         if not match.tokens:
+            self._tally.add_miss(match.reason)
             return None
         if not self.pays(match):
             self._tally.add_miss("gain" if match.tokens < self._min_gain else "slower")
             return None
         started = time.perf_counter()
         try:
-            image = fetch_match(self._lane, match, self._restoring(match))
+            sizes = (match.nbytes, match.tokens)
+            patience = patience_for(*sizes, self._timeout, _seconds(match), self.rates)
+            image = fetch_match(self._lane, match, patience)
             cache = rebuild(self._kv_bits.template(self._model, match.tokens), image)
         except Miss as miss:
             self._tally.add_miss(miss.reason)
@@ -314,6 +315,10 @@ class Lineage:
         self._lane.close()
         self._store_lane.close()
 
+    def asked(self, ids: Iterable[int]) -> Asked:
+        """The names `ids` may be stored under, for the model as it is now; ValueError as `find`."""
+        return self._asked(ids)[0]
+
     # --- within ------------------------------------------------------------------------------
 
     def _asked(self, ids: Iterable[int]) -> tuple[Asked, str]:
@@ -336,12 +341,6 @@ class Lineage:
 
     def _quick(self) -> Patience:
         return Patience(first_byte=self._timeout, stall=2.0, total=10.0)
-
-    def _restoring(self, match: Match) -> Patience:
-        prefill = self.rates.prefill_seconds(match.tokens, _seconds(match))
-        patience = patience_for(match.nbytes, self._timeout, prefill)
-        watch = self.rates.watch(match.tokens, match.nbytes, _seconds(match))
-        return dataclasses.replace(patience, watch=watch)
 
 
 def _seconds(match: Match) -> float | None:

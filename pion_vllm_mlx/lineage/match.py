@@ -105,13 +105,24 @@ class Match:
     """The longest stored prefix of a token list that can be restored: `tokens` leading ids.
 
     `seen`: how many leading ids are stored in some form. Beyond `tokens` that is of no use but to
-    tell where others would find a checkpoint useful. A match of 0 tokens is a miss.
+    tell where others would find a checkpoint useful. A match of 0 tokens is a miss, and `reason`
+    says why in a word.
     """
 
     asked: Asked
     tokens: int = 0
     seen: int = 0
     links: tuple[Link, ...] = ()
+    unavailable: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Why there is nothing to restore: one word for the statistics."""
+        if self.unavailable:
+            return "unavailable"
+        if not self.asked.digests:
+            return "short"
+        return "checkpoint" if self.seen else "absent"
 
     @cached_property
     def nbytes(self) -> int:

@@ -1,0 +1,157 @@
+"""A prompt cache without namespaces: whatever of a prompt was computed before is restored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pion_patches.cache_rebuild import CacheImage, UnsupportedCache, dismantle, rebuild
+from pion_patches.inproc import lane_is_off
+from pion_vllm_mlx.background import Background, Job
+from pion_vllm_mlx.kv_bits import KvBits
+from pion_vllm_mlx.lineage import Capture, Lineage
+from pion_vllm_mlx.lineage.held import HeldBranches
+from pion_vllm_mlx.prefill import Progress, prefill
+from pion_vllm_mlx.process_lock import ProcessLock
+from pion_vllm_mlx.tally import Tally
+
+#: Bytes of captures that wait to be stored.
+_WAITING_BYTES: Final = 1 << 30
+
+
+class PrefixReuse:
+    """The longest beginning that is known, here or on the server, then the model for the rest."""
+
+    def __init__(
+        self,
+        model: Any,
+        index: Lineage,
+        tally: Tally,
+        *,
+        kv_bits: KvBits,
+        prefill_step: int,
+        held_bytes: int,
+        store: str,
+        store_wait: float,
+        computing: ProcessLock,
+    ) -> None:
+        """`store`: "background", "sync" or "off"; `computing`: held while the model runs.
+
+        The rest as for `PionPromptCache`.
+        """
+        self._model, self._index, self._tally = model, index, tally
+        self._kv_bits, self._prefill_step, self._store = kv_bits, prefill_step, store
+        self._held = HeldBranches(held_bytes, stateful=index.stateful)
+        self._computing = computing
+        self._background = Background(_WAITING_BYTES, store_wait, index.close)
+
+    def get(self, ids: Sequence[int], progress: Progress | None) -> list[Any]:
+        """Caches that hold exactly `ids`, the caller's own."""
+        with self._computing:  # a model's forward takes every core it can get
+            cache, tokens, seen = self._find(ids)
+            if tokens == len(ids):
+                return cache
+            spans = self._index.checkpoints(tokens, len(ids), at=[seen])
+            ends = [*spans, len(ids)] if spans[-1:] != (len(ids),) else list(spans)
+            captures = self._compute(ids, cache, tokens, ends, progress)
+            self._keep(ids, cache)
+        for capture, seconds in captures:
+            self._send(capture, seconds)
+        return cache
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for the stores so far; True if all of them are done and none failed meanwhile."""
+        return self._background.flush(self._background.patience if timeout is None else timeout)
+
+    def close(self) -> None:
+        """Wait for the stores as long as was agreed, then give them up; forget what is held."""
+        if not self._background.flush(self._background.patience):
+            self._tally.add("stores_failed", self._background.abandon())
+        self._index.close()
+        self._held.clear()
+
+    def _find(self, ids: Sequence[int]) -> tuple[list[Any], int, int]:
+        """Caches, the tokens they hold, and how many leading ids were ever seen."""
+        image = None if lane_is_off() else self._held.get(self._index.asked(ids))
+        held = image.tokens if image is not None else 0
+        if image is not None and held == len(ids):
+            cache = self._rebuilt(image)
+            if cache is not None:
+                return cache, held, held
+        match = self._index.find(ids)
+        if image is not None and match.tokens <= held:
+            cache = self._rebuilt(image)
+            if cache is not None:
+                return cache, held, max(held, match.seen)
+        cache = self._index.restore(match)
+        if cache is not None:
+            return cache, match.tokens, match.seen
+        # Caches become quantised on the way, as mlx-lm's do, so they begin as they are.
+        return KvBits().template(self._model, 0), 0, match.seen
+
+    def _rebuilt(self, image: CacheImage) -> list[Any] | None:
+        try:
+            cache = rebuild(self._kv_bits.template(self._model, image.tokens), image)
+        except Exception as error:
+            self._held.clear()
+            self._tally.wonder("a prefix held in process could not be rebuilt", error)
+            return None
+        self._tally.add("hits")
+        self._tally.add("hits_in_process")
+        self._tally.add("tokens_restored", image.tokens)
+        return cache
+
+    def _compute(
+        self,
+        ids: Sequence[int],
+        cache: list[Any],
+        start: int,
+        ends: Sequence[int],
+        progress: Progress | None,
+    ) -> list[tuple[Capture, float]]:
+        """Run `ids[start:]` through the model, with a capture at each of `ends`."""
+        captures = []
+        since = 0.0
+        for end in ends:
+            report = None if progress is None else _shifted(progress, start, len(ids))
+            step, bits = self._prefill_step, self._kv_bits
+            seconds = prefill(self._model, ids[start:end], cache, step, report, bits)
+            self._index.rates.add_prefill(end - start, seconds)
+            self._tally.add_seconds("prefill_ms_total", seconds)
+            since += seconds
+            capture = None if self._store == "off" else self._index.capture(ids[:end], cache)
+            if capture is not None:
+                captures.append((capture, since))
+                since = 0.0
+            start = end
+        return captures
+
+    def _keep(self, ids: Sequence[int], cache: list[Any]) -> None:
+        if lane_is_off():
+            return
+        try:
+            self._held.hold(self._index.asked(ids), dismantle(cache, len(ids)))
+        except UnsupportedCache as refusal:
+            self._tally.warn_once("unsupported", "a prefix cannot be kept: %s", refusal)
+        except Exception as error:
+            self._tally.wonder("a prefix could not be kept", error)
+
+    def _send(self, capture: Capture, seconds: float) -> None:
+        def store() -> bool:
+            started = time.perf_counter()
+            outcome = self._index.store(capture, seconds)
+            self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
+            return outcome not in ("failed", "gap")
+
+        if self._store == "sync":
+            store()
+            return
+        # Each rests on the one before it: none replaces another.
+        queued, _ = self._background.submit(Job(object(), store, capture.nbytes, time.monotonic()))
+        self._tally.add("stores_skipped", int(not queued))
+
+
+def _shifted(progress: Progress, start: int, total: int) -> Progress:
+    """Progress over the whole prompt, of which the first tokens were restored."""
+    return lambda done, _: progress(start + done, total)
