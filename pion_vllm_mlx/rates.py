@@ -1,17 +1,20 @@
 """Restore or recompute: how fast this client prefills and restores, and which of both is sooner.
 
-Moving estimates of what was measured here; what was never measured is tried. A transfer under way
-is watched: it is given up as soon as what is left of it, at the speed of the last moments, takes
-longer than computing everything would.
+Moving estimates of what was measured here; what was never measured is tried, and what is expected
+to take a moment only is not worth the question. A transfer under way is watched: it is given up as
+soon as what is left of it, at the speed of the last moments, takes longer than computing everything
+would. ``PION_PROMPT_CACHE_ALWAYS_RESTORE=1`` turns all of this off.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
+
+from pion_vllm_mlx.process_lock import ProcessLock
 
 #: What an earlier measurement still counts when a new one comes.
 _MEMORY: Final = 0.7
@@ -20,8 +23,9 @@ _LARGE: Final = 1 << 20
 #: How much better a restore is thought to be after each one that was skipped, so that it is tried
 #: again after a while: a network does not stay slow for ever.
 _HOPE: Final = 1.1
-#: Seconds of a transfer that its speed is judged by.
+#: Seconds of a transfer that its speed is judged by, and that no restore is skipped to save.
 WINDOW: Final = 0.25
+SWITCH: Final = "PION_PROMPT_CACHE_ALWAYS_RESTORE"
 
 
 class Rates:
@@ -29,7 +33,7 @@ class Rates:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._prefill = _Ratio()
         self._restore = _Ratio()
         self._latency = _Ratio()
@@ -67,7 +71,7 @@ class Rates:
         `otherwise`: seconds the prefill took whoever stored the prefix.
         """
         prefill, restore = self.prefill_seconds(tokens, otherwise), self.restore_seconds(nbytes)
-        if prefill is None or restore is None or restore < prefill:
+        if prefill is None or restore is None or restore < max(prefill, WINDOW) or _is_off():
             return True
         with self._lock:
             for ratio in (self._restore, self._latency):
@@ -77,7 +81,11 @@ class Rates:
     def watch(self, tokens: int, nbytes: int, otherwise: float | None = None) -> Watch | None:
         """A watch over one transfer; None as long as nobody knows how long computing takes."""
         prefill = self.prefill_seconds(tokens, otherwise)
-        return None if prefill is None else Watch(nbytes, prefill, self._clock)
+        return None if prefill is None or _is_off() else Watch(nbytes, prefill, self._clock)
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH, "") not in ("", "0")
 
 
 class _Ratio:

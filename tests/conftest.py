@@ -25,6 +25,9 @@ import pytest
 READY = re.compile(r"pion-server ready on (\S+):(\d+) ")
 START_TIMEOUT = 30.0
 
+# Restores of tiny models lose to prefills of a millisecond; what a test sees must not hang on that.
+os.environ["PION_PROMPT_CACHE_ALWAYS_RESTORE"] = "1"
+
 
 class ReplyError(Exception):
     """An error reply; `str(error)` is its text after the `-`."""
