@@ -459,6 +459,24 @@ def test_codes_on_the_server_are_the_rows_of_mx_quantize(
     assert (error <= mx.abs(scales).reshape(-1)).all().item()
 
 
+@pytest.mark.parametrize("vquant", ["mlx4g32", "int8", "turbo4"])
+def test_a_hit_has_the_caches_of_a_cold_run_and_keeps_what_follows_exactly(
+    shared: Server, namespace: str, vquant: str
+) -> None:
+    """Rows are decoded into the model's own class: only the prefix is what the tier made of it."""
+    model = tiny_llama(dtype=mx.float16, head_dim=64)
+    cold, _ = outcome(shared, namespace, model, vquant=vquant)
+    warm, stats = outcome(shared, namespace, model, vquant=vquant)
+    assert stats["hits"] == 1
+    assert [type(layer) for layer in warm] == [type(layer) for layer in cold]
+    k = mx.random.normal((1, 2, 3, 64)).astype(mx.float16)
+    for layer in warm:
+        keys, values = layer.update_and_fetch(k, k)
+        assert mx.array_equal(keys[..., -3:, :], k).item()
+        assert mx.array_equal(values[..., -3:, :], k).item()
+        assert layer.trim(3) == 3
+
+
 def stored_parts(server: Server, namespace: str, side: str) -> tuple[mx.array, ...]:
     """Layer 0 of a side as the server keeps it: rows of mlx4g32, 128 numbers each."""
     sid = f"{namespace}_p{side[0]}"
