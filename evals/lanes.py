@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias
 
+from pion_patches.remote import RemoteKVCache
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache, pion_attention_patch
 
 #: Makes the cache of one request; what it costs is part of the request's time.
 Open: TypeAlias = Callable[[], list[Any]]
+
+#: `binary_port` of a client that keeps to RESP, and of one that takes the next port.
+_RESP_ONLY, _NEXT_PORT = 0, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +33,16 @@ class Prefix:
         return PionPromptCache.make_namespace(self.salt, *self.ids)
 
     def store(self) -> list[Any]:
-        """Compute and store it; returns the cache that was computed, which nothing restored."""
-        with self._client(held_bytes=0, store="sync") as pc:
+        """Compute and store it, for attention in the server too.
+
+        Returns the cache that was computed, which nothing restored.
+        """
+        with self._client(held_bytes=0, stage2=True) as pc:
             cache = pc.get_or_prefill(self.ids, self.namespace)
             if pc.stats()["hits"]:
                 raise RuntimeError("the server held this prefix already")
+            if not pc.flush(120):
+                raise RuntimeError(f"the prefix was not stored: {pc.stats()}")
             return cache
 
     def _client(self, **settings: Any) -> PionPromptCache:
@@ -55,15 +65,46 @@ class Prefix:
             pc.get_or_prefill(self.ids, self.namespace)
             yield lambda: make_pion_prompt_cache(self.model, self.namespace, pc, len(self.ids))
 
+    @contextmanager
+    def attend_in_server(
+        self, binary_port: int | None, blocks: Mapping[str, Any] | None = None
+    ) -> Iterator[Open]:
+        with (
+            pion_attention_patch(),
+            self._client(held_bytes=0, stage2=True, binary_port=binary_port) as pc,
+        ):
+
+            def open_cache() -> list[Any]:
+                cache = make_pion_prompt_cache(
+                    self.model, self.namespace, pc, len(self.ids), sparse_full_layers=blocks
+                )
+                if not any(isinstance(one, RemoteKVCache) for one in cache):
+                    raise RuntimeError("no layer is attended to in the server")
+                return cache
+
+            yield open_cache
+            if pc.stats()["wire_losses"]:
+                raise RuntimeError(f"the wire was given up: {pc.stats()}")
+
 
 Lane: TypeAlias = Callable[[Prefix], AbstractContextManager[Open]]
 
 RESP: Final = "B rebuild, RESP"
 IN_PROCESS: Final = "C shared, in process"
+IN_SERVER: Final = "C in the server, binary lane"
 
-#: B rebuilds the cache, C leaves the prefix where it is and merges attention.
+#: B rebuilds the cache; C leaves the prefix where it is, here or in the server.
 LANES: Final[Mapping[str, Lane]] = {
     RESP: Prefix.rebuild_resp,
     "B rebuild, held in process": Prefix.rebuild_held,
     IN_PROCESS: Prefix.share_in_process,
+    "C in the server, RESP": partial(Prefix.attend_in_server, binary_port=_RESP_ONLY),
+    IN_SERVER: partial(Prefix.attend_in_server, binary_port=_NEXT_PORT),
+}
+
+#: Lanes that read a part of the prefix only: 8 blocks of 64 tokens a query, chosen there.
+APPROXIMATE: Final[Mapping[str, Lane]] = {
+    "C in the server, 8 blocks of 64": partial(
+        Prefix.attend_in_server, binary_port=_NEXT_PORT, blocks={"K_block": 64, "K_blocks": 8}
+    ),
 }

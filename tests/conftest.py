@@ -256,7 +256,7 @@ def tiny_evals(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.evals.letters import LetterTokenizer
     from tests.pion_vllm_mlx.tiny import tiny_llama
 
-    model, tokenizer = tiny_llama(3), LetterTokenizer(template=True)
+    model, tokenizer = tiny_llama(3, head_dim=32), LetterTokenizer(template=True)
     # Attention that looks at few tokens and weighs much: answers depend on the prefix.
     for layer in model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

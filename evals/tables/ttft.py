@@ -2,7 +2,8 @@
 
 * A: vanilla mlx-lm prefills prefix and question.
 * B: `PionPromptCache` rebuilds the cache, fetched over a lane or held in the process.
-* C: the attention patch: a cache that shares one copy of the prefix, held in the process.
+* C: the attention patch: a cache that shares one copy of the prefix, held in the process, or one
+  whose prefix stays in the server, which computes the attention to it.
 
 Every lane answers the same question after the same prefix, in turns, and must say A's first token.
 B and C open a cache and run the question; the median of the rounds is given. A, which takes the
