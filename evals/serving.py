@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pion_vllm_mlx.blas import child_environment
 from pion_vllm_mlx.local_server import LocalServer
 
 #: As the design starts it. What of this is a default here is accepted all the same.
@@ -16,10 +17,15 @@ SERVER_FLAGS = ("--kvcache", "--metal-attention", "-w", "1")
 
 @contextmanager
 def local_server(*flags: str) -> Iterator[LocalServer]:
-    """A fresh server on a free port; gone with its data at the end of the block."""
+    """A fresh server on a free port; gone with its data at the end of the block.
+
+    Its attention engine has a real BLAS, however this process came by its own.
+    """
     with tempfile.TemporaryDirectory(prefix="pion-eval-") as name:
         folder = Path(name)
-        with LocalServer(folder / "data", folder / "server.log", flags) as server:
+        with LocalServer(
+            folder / "data", folder / "server.log", flags, child_environment()
+        ) as server:
             yield server
 
 

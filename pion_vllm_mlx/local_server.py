@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,13 +29,21 @@ class LocalServer:
     directory: the data directory, created by the server.
     log: a file that receives everything the server prints.
     flags: further flags of ``pion-server``.
+    env: its environment instead of this process's.
     """
 
-    def __init__(self, directory: Path, log: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        log: Path,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory = directory
         self.log = log
         self.port = 0
         self._flags = tuple(flags)
+        self._env = env
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -71,6 +79,7 @@ class LocalServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=self._env,
             )
         try:
             while not (ready := _READY.search(self.log.read_text(errors="replace"))):

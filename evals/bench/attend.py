@@ -12,10 +12,8 @@ quiet tenth of the rounds (10th percentile) is given beside the median.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -24,7 +22,7 @@ from numpy.typing import NDArray
 
 from evals.needles import found_by, plant_needles
 from evals.rounds import interleave, medians
-from pion_vllm_mlx.local_server import LocalServer
+from evals.serving import local_server
 from pion_vllm_mlx.transport import Command, Patience, ServerError
 from pion_vllm_mlx.transport.resp import RespConnection
 
@@ -42,17 +40,15 @@ NEEDLES = 100
 
 def run(rounds: int = 100) -> Mapping[str, Any]:
     """Seconds of each contestant, the ratios with their bars, bytes sent, needles found."""
-    with tempfile.TemporaryDirectory(prefix="pion-bench-") as name:
-        folder = Path(name)
-        with LocalServer(folder / "data", folder / "server.log") as server:
-            wire = _Wire(server.port)
-            return {
-                "rounds": rounds,
-                "query": _compare_query(wire, rounds),
-                "reuse": _compare_reuse(wire, max(rounds // 10, 3)),
-                "query_bytes": _count_bytes(wire),
-                "blocks": _compare_blocks(wire, max(rounds // 4, 3)),
-            }
+    with local_server() as server:
+        wire = _Wire(server.port)
+        return {
+            "rounds": rounds,
+            "query": _compare_query(wire, rounds),
+            "reuse": _compare_reuse(wire, max(rounds // 10, 3)),
+            "query_bytes": _count_bytes(wire),
+            "blocks": _compare_blocks(wire, max(rounds // 4, 3)),
+        }
 
 
 class _Wire:
