@@ -17,9 +17,12 @@ from pathlib import Path
 
 import evals.tables
 from evals.provenance import RESULTS, describe_in_words, describe_machine, save_result
+from evals.publish import publish
 from evals.registry import load_module, module_names, title_of
 from evals.report import write_report
 from evals.setting import SEED, Setting
+
+_WORDS = ("all", "report", "publish")
 
 
 def run_eval(name: str, setting: Setting, folder: Path) -> bool:
@@ -60,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     setting = Setting(options.model, options.fraction, options.seed)
     folder = Path(options.out)
+    if "publish" in options.names:
+        pages = publish(folder)
+        print("\n".join(os.path.relpath(page) for page in pages) or "nothing changed")
+        return 0
     names = [name for name in options.names if name != "report"]
     if "all" in names or not options.names:
         names = known
@@ -77,7 +84,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"{', '.join(known)}; all (the default), or report: no eval, only the report",
+        help=f"{', '.join(known)}; all (the default); report: no eval, only the report of a folder;"
+        " publish: a folder's results into docs",
     )
     parser.add_argument("--list", action="store_true", help="only list the evals")
     parser.add_argument(
@@ -97,7 +105,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not 0 < options.fraction <= 1:
         parser.error("--fraction is above 0 and at most 1")
-    if unknown := [name for name in options.names if name not in (*known, "all", "report")]:
+    if unknown := [name for name in options.names if name not in (*known, *_WORDS)]:
         parser.error(f"unknown eval {unknown[0]!r}; there are: {', '.join(known)}")
     return options
 

@@ -84,9 +84,15 @@ def render_findings(result: Mapping[str, Any]) -> str:
     """Tables, bars and the design's figures beside ours, of one document of `Findings`."""
     lines = []
     for table in result["tables"]:
-        lines += [f"**{table['title']}**", "", *_rows(table["columns"], table["rows"]), ""]
-        lines += [table["note"], ""] if table["note"] else []
+        lines += [render_table(table)]
     lines += [*_render_bars(result["bars"]), *_render_quoted(result["quoted"])]
+    return "\n".join(lines)
+
+
+def render_table(table: Mapping[str, Any]) -> str:
+    """Title, rows and note of one table, and an empty line."""
+    lines = [f"**{table['title']}**", "", *_rows(table["columns"], table["rows"]), ""]
+    lines += [table["note"], ""] if table["note"] else []
     return "\n".join(lines)
 
 

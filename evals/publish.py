@@ -1,0 +1,104 @@
+"""Results into the documentation: ``python -m evals publish --out FOLDER``.
+
+The newest result of each eval in FOLDER replaces the one in ``docs/results``; from there
+``docs/results.md``, its plots, and the marked blocks of README and docs are written:
+
+    <!-- result: NAME N -->
+    the table number N (from 0) of that eval's result, and where it was measured
+    <!-- end of result -->
+
+A test holds the pages to the files, so a number can only change together with its result.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evals.plots import draw_plot
+from evals.provenance import describe_in_words
+from evals.report import newest_results, plot_file, render_report, render_table, subtitle
+
+ROOT = Path(__file__).parents[1]
+PUBLISHED = ROOT / "docs" / "results"
+PAGE = ROOT / "docs" / "results.md"
+
+_BLOCK = re.compile(
+    r"(<!-- result: (?P<name>\w+) (?P<number>\d+) -->\n)(?P<body>.*?)(<!-- end of result -->)",
+    re.DOTALL,
+)
+
+
+def publish(folder: Path) -> list[Path]:
+    """Take over the newest results of `folder` and write all pages; the pages that changed."""
+    PUBLISHED.mkdir(parents=True, exist_ok=True)
+    for document in newest_results(folder):
+        for old in PUBLISHED.glob(f"{document['name']}*"):
+            if folder != PUBLISHED or old.name != document["file"]:
+                old.unlink()
+        if folder != PUBLISHED:
+            shutil.copy(folder / document["file"], PUBLISHED / document["file"])
+    documents = newest_results(PUBLISHED)
+    for document in documents:
+        for plot in document["result"]["plots"]:
+            draw_plot(plot, subtitle(document), PUBLISHED / plot_file(document, plot))
+    changed = []
+    for path, text in render_pages().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            changed.append(path)
+    return changed
+
+
+def render_pages() -> dict[Path, str]:
+    """What the results page and every page with blocks must say."""
+    documents = newest_results(PUBLISHED)
+    pages = {PAGE: render_report(documents, links="results/")}
+    by_name = {document["name"].removeprefix("eval-"): document for document in documents}
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        if path != PAGE and _BLOCK.search(text):
+            pages[path] = fill_blocks(text, by_name)
+    return pages
+
+
+def fill_blocks(text: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with every block's body replaced. Raises KeyError for a result that is not there."""
+
+    def fill(block: re.Match[str]) -> str:
+        document = documents[block["name"]]
+        table = document["result"]["tables"][int(block["number"])]
+        return f"{block[1]}\n{render_table(table)}\n{_origin(document)}\n\n{block[5]}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def blocks_of(text: str) -> list[tuple[int, int]]:
+    """First and last line (from 0) of every block, its marks included."""
+    return [
+        (text.count("\n", 0, block.start()), text.count("\n", 0, block.end()))
+        for block in _BLOCK.finditer(text)
+    ]
+
+
+def load_result(name: str) -> dict[str, Any]:
+    """The published document of an eval (`bleu`) or a benchmark (`bench-blas`)."""
+    stem = name if name.startswith("bench-") else f"eval-{name}"
+    paths = sorted(PUBLISHED.glob(f"{stem}-*.json"))
+    if not paths:
+        raise FileNotFoundError(f"no result named {stem} in docs/results")
+    document: dict[str, Any] = json.loads(paths[-1].read_text(encoding="utf-8"))
+    return document
+
+
+def _origin(document: Mapping[str, Any]) -> str:
+    part = "" if document["fraction"] == 1 else f" --fraction {document['fraction']:g}"
+    name = document["name"].removeprefix("eval-")
+    return (
+        f"`python -m evals {name}{part}`, {document['model']}; measured here, CPU:"
+        f" {describe_in_words(document['machine'])}."
+    )
