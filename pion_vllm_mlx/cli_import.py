@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from pion_patches.pieces import RebuildError, UnsupportedCache
+    from pion_vllm_mlx.fill import StoreFailed
     from pion_vllm_mlx.restore import Miss
-    from pion_vllm_mlx.ship import StoreFailed
     from pion_vllm_mlx.shipment import Unstorable
     from pion_vllm_mlx.transport import TransportError
 

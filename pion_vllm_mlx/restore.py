@@ -15,6 +15,7 @@ import xxhash
 
 from pion_patches.cache_rebuild import CacheImage, Leaf, RebuildError, RowPiece
 from pion_patches.containers import unpack_arrays
+from pion_vllm_mlx.fill import session_id
 from pion_vllm_mlx.manifest import (
     Blob,
     LeafEntry,
@@ -26,7 +27,6 @@ from pion_vllm_mlx.manifest import (
 )
 from pion_vllm_mlx.pieces import Landing, places_of
 from pion_vllm_mlx.rates import Rates
-from pion_vllm_mlx.ship import session_id
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Buffer, Command, Lane, Patience, Reply, ServerError
 

@@ -44,11 +44,6 @@ class Piece:
     views: tuple[memoryview, ...]
 
     @property
-    def spec(self) -> str:
-        """The layer's specification in a schema."""
-        return f"fmt={self.format.name},dim={self.format.dim}"
-
-    @property
     def place(self) -> tuple[str, int]:
         """Side and layer, of which there is one piece each."""
         return self.side, self.layer

@@ -9,7 +9,8 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from pion_patches.cache_rebuild import CacheImage
 from pion_vllm_mlx.background import Background, Job
-from pion_vllm_mlx.ship import Outcome, StoreFailed, store_prefix
+from pion_vllm_mlx.fill import StoreFailed
+from pion_vllm_mlx.ship import Outcome, store_prefix
 from pion_vllm_mlx.shipment import Shipment, Unstorable, pack_prefix
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier

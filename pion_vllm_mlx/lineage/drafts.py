@@ -34,11 +34,6 @@ class Packed:
     format: Format
     data: memoryview
 
-    @property
-    def spec(self) -> str:
-        """The layer's specification in a schema."""
-        return f"fmt={self.format.name},dim={self.format.dim}"
-
 
 @dataclass(frozen=True, slots=True)
 class Draft:

@@ -21,13 +21,13 @@ from pion_patches.cache_rebuild import (
     cut,
 )
 from pion_patches.containers import unpack_arrays
+from pion_vllm_mlx.fill import session_id
 from pion_vllm_mlx.lineage.blocks import BLOCK, ceil_block
 from pion_vllm_mlx.lineage.match import Link, Match
 from pion_vllm_mlx.lineage.records import block_sums
 from pion_vllm_mlx.manifest_fields import LeafEntry, Rows
 from pion_vllm_mlx.pieces import Landing
 from pion_vllm_mlx.restore import Miss
-from pion_vllm_mlx.ship import session_id
 from pion_vllm_mlx.transport import Command, Lane, Patience, Reply, ServerError
 
 

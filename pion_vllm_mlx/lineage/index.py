@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from pion_patches.cache_rebuild import RebuildError, UnsupportedCache, known_caches, rebuild
 from pion_patches.hybrid import classify
 from pion_patches.pieces import dtype_name
+from pion_vllm_mlx.fill import StoreFailed
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage.blocks import BLOCK, Scope, floor_block
 from pion_vllm_mlx.lineage.capture import Capture, Foreign, capture_cache
@@ -28,7 +29,6 @@ from pion_vllm_mlx.namespace import model_fingerprint
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.rates import Rates
 from pion_vllm_mlx.restore import Miss, patience_for
-from pion_vllm_mlx.ship import StoreFailed
 from pion_vllm_mlx.shipment import Unstorable
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier

@@ -358,7 +358,7 @@ def test_prefixes_of_every_length_continue_as_cold(
 def test_more_rows_than_one_command_takes(
     shared: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pion_vllm_mlx.ship.ROWS_A_COMMAND", 7)
+    monkeypatch.setattr("pion_vllm_mlx.fill.ROWS_A_COMMAND", 7)
     fetch(shared, namespace)
     answer, stats = fetch(shared, namespace)
     assert answer == COLD
