@@ -17,12 +17,13 @@ _MODULES = ("pion_server.store.tensor_file", "hmac")
 
 def start_preloading() -> threading.Thread:
     """Import in the background. Not a daemon: a process must not end in the middle of an import."""
-    thread = threading.Thread(target=_preload, name="pion-preload")
+    thread = threading.Thread(target=preload, name="pion-preload")
     thread.start()
     return thread
 
 
-def _preload() -> None:
+def preload() -> None:
+    """Import all of it now."""
     load_formats()
     for name in _MODULES:
         importlib.import_module(name)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from pion_vllm_mlx.decode_session import DecodeSession, Rows
 from pion_vllm_mlx.transport import (
     Command,
     Lane,
@@ -35,6 +36,10 @@ SELECTORS: Final = {"block_mean": 0, "quest": 1}
 _LONGEST_SUFFIX: Final = 2**31 - 1
 
 
+class NoSessions(Exception):
+    """The server keeps no suffixes: it does not know the command."""
+
+
 class AttendWire:
     """One server's attention engine. `count(name)` is told of every query: by lane."""
 
@@ -47,6 +52,8 @@ class AttendWire:
     ) -> None:
         self._lane = lane
         self.binary = binary
+        #: False once the server turned out to know nothing of decode sessions.
+        self.keeps_suffixes = True
         self._count = count
         # A query may wait for the queries of others: one thread computes for all.
         self.patience = patience or Patience(first_byte=10, stall=5, total=60)
@@ -123,6 +130,30 @@ class AttendWire:
         blobs = (_bytes(queries), _bytes(suffix_keys), _bytes(suffix_values), head_map)
         words = ("ATTEND.PREFIX.QUERY_FUSED", sid, layer, *sizes, *blobs, *_given(window))
         return self._ask(words, queries.size).reshape(queries.shape)
+
+    def open_session(self, sid: bytes, tokens: int) -> DecodeSession:
+        """A suffix behind the `tokens` tokens of `sid`; nothing is sent yet."""
+        return DecodeSession(self._lane, self.binary, sid, tokens, self.patience)
+
+    def step(
+        self,
+        session: DecodeSession,
+        layer: int,
+        queries: F32,
+        length: int,
+        rows: Rows,
+        head_map: bytes,
+    ) -> tuple[F32, F32]:
+        """`DecodeSession.attend`; NoSessions where the server has none."""
+        try:
+            parts = session.attend(layer, queries, length, rows, head_map)
+        except ServerError as error:
+            if "unknown command" in str(error):
+                raise NoSessions from error
+            raise
+        binary = self.binary is not None and self.binary.usable
+        self._count("attend_binary" if binary else "attend_resp")
+        return parts
 
     def query_sparse_auto(
         self,

@@ -64,7 +64,8 @@ class Background:
     def submit(self, job: Job) -> tuple[bool, int]:
         """Queue a job; whether there was room, and how many it replaced.
 
-        A job that waits is replaced by a newer one of its key, which makes it superfluous.
+        A job that waits is replaced by a newer one of its key, which makes it superfluous. Raises
+        RuntimeError where no thread can be started.
         """
         with self._mine():
             kept = [waiting for waiting in self._jobs if waiting.key != job.key]
@@ -72,10 +73,11 @@ class Background:
             held = sum(waiting.nbytes for waiting in (*kept, self._running) if waiting)
             if held and held + job.nbytes > self._limit:
                 return False, 0
-            self._jobs = [*kept, job]
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pion-store", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pion-store", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._jobs = [*kept, job]
             self._changed.notify_all()
             return True, replaced
 

@@ -17,6 +17,7 @@ SUBCOMMANDS: Mapping[str, str] = {
     "demo": "pion_vllm_mlx.demo",
     "export": "pion_vllm_mlx.cli_export",
     "import": "pion_vllm_mlx.cli_import",
+    "serve": "pion_vllm_mlx.serve.command",
 }
 
 _EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted"

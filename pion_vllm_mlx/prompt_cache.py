@@ -30,8 +30,7 @@ from pion_patches.cache_rebuild import (
     rebuild,
 )
 from pion_patches.hybrid import classify, is_hybrid
-from pion_patches.inproc import InprocStore, lane_is_off
-from pion_patches.prefix_entry import CannotSplit, capture_prefix
+from pion_patches.inproc import lane_is_off
 from pion_vllm_mlx.arguments import check_ids, check_namespace, vocab_size_of
 from pion_vllm_mlx.attend_queries import AttendQueries
 from pion_vllm_mlx.calls import CallThread, Ticket
@@ -45,6 +44,7 @@ from pion_vllm_mlx.prefix_reuse import PrefixReuse
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.rates import Rates
 from pion_vllm_mlx.restore import Miss, fetch_prefix, find_prefix, has_manifest
+from pion_vllm_mlx.split_prefixes import SplitPrefixes
 from pion_vllm_mlx.stage2 import Stage2
 from pion_vllm_mlx.storing import Mode, Storing
 from pion_vllm_mlx.tally import Tally
@@ -143,9 +143,9 @@ class PionPromptCache(AttendQueries):
         self._prefilling = ProcessLock(reentrant=True)
         self._calls = CallThread()
         self._held = HeldPrefixes(held_bytes)
-        #: Split prefixes for `make_pion_prompt_cache`, by namespace.
-        self._mlx_prefix_kv = InprocStore()
-        self._split_keys: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._split = SplitPrefixes(model, self._tally)
+        #: By namespace, for `make_pion_prompt_cache`.
+        self._mlx_prefix_kv = self._split.store
         slots = classify(self._template(quantized_kv_start))
         if softmax_bitexact and is_hybrid(slots):
             self._tier = Tier()
@@ -207,7 +207,7 @@ class PionPromptCache(AttendQueries):
         if cache is None:
             cache = self._from_model(name, ids, fingerprint, progress, damaged)
         if is_installed():
-            self._hold_split(name, ids, fingerprint, cache)
+            self._split.hold(name, ids, fingerprint, cache)
         return cache
 
     async def aget_or_prefill(
@@ -300,7 +300,7 @@ class PionPromptCache(AttendQueries):
         if self._reuse is not None:
             self._reuse.close()
         self._held.clear()
-        self._mlx_prefix_kv.clear()
+        self._split.clear()
         if self._stage2 is not None:
             self._stage2.clear()
 
@@ -445,24 +445,6 @@ class PionPromptCache(AttendQueries):
     def _hold(self, name: bytes, ids: tuple[int, ...], fingerprint: str, image: CacheImage) -> None:
         if not lane_is_off():
             self._held.hold(name, ids, fingerprint, image)
-
-    def _hold_split(
-        self, name: bytes, ids: tuple[int, ...], fingerprint: str, cache: list[Any]
-    ) -> None:
-        """Offer the prefix to `make_pion_prompt_cache`, where the attention patch is in place."""
-        namespace = name.decode("utf-8", "surrogateescape")
-        key = (ids, fingerprint)
-        if namespace in self._mlx_prefix_kv and self._split_keys.get(namespace) == key:
-            return
-        self._mlx_prefix_kv.drop(namespace)
-        try:
-            self._mlx_prefix_kv.hold(namespace, capture_prefix(self.model, cache, len(ids)))
-        except CannotSplit:
-            return  # `make_pion_prompt_cache` says why, to whoever asks for one
-        except Exception as error:
-            self._tally.wonder("a prefix could not be kept for split attention", error)
-            return
-        self._split_keys[namespace] = key
 
     def _make_stage2(self, binary: BinaryLane | None) -> Stage2:
         return Stage2(

@@ -95,7 +95,11 @@ class Storing:
             image.nbytes,
             time.monotonic() + delay,
         )
-        queued, replaced = self._background.submit(job)
+        try:
+            queued, replaced = self._background.submit(job)
+        except RuntimeError as error:
+            self._fail(error)
+            return False
         self._tally.add("stores_skipped", replaced + (not queued))
         return queued
 

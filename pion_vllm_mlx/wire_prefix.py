@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -24,14 +26,16 @@ from pion_vllm_mlx.attend_wire import (
     HEAD_DIMS,
     SELECTORS,
     AttendWire,
+    NoSessions,
     as_f32,
     even_map,
     is_missing,
 )
+from pion_vllm_mlx.decode_session import DecodeSession
 from pion_vllm_mlx.manifest import LeafEntry, Manifest
 from pion_vllm_mlx.restore import Found, Miss
 from pion_vllm_mlx.transport import ServerError, TransportError
-from pion_vllm_mlx.transport.binary import ColdEntry
+from pion_vllm_mlx.transport.binary import ColdEntry, Forgotten
 
 T = TypeVar("T")
 
@@ -153,6 +157,8 @@ class WirePrefix:
         self._rows: dict[int, PrefixRows] | None = None
         self._lock = threading.Lock()
         self._asked_at = time.monotonic()
+        # Suffixes of requests that are over: nothing may be sent from within a finalizer.
+        self._finished: deque[DecodeSession] = deque()
 
     @property
     def tokens(self) -> int:
@@ -160,6 +166,14 @@ class WirePrefix:
 
     def open(self) -> RemoteReader:
         return WireReader(self)
+
+    def open_session(self, reader: WireReader) -> DecodeSession:
+        """The suffix of one request in the server; those of requests that are over are closed."""
+        while self._finished:
+            self._finished.popleft().close()
+        session = self.wire.open_session(self.sid, self.tokens)
+        weakref.finalize(reader, self._finished.append, session).atexit = False
+        return session
 
     def rows(self, layer: int) -> PrefixRows:
         """The rows of a layer: kept in process, fetched, or computed again, once for all layers."""
@@ -191,7 +205,7 @@ class WirePrefix:
                     raise
                 self._rehydrate()
                 answer = query()
-        except (ColdEntry, ServerError, TransportError, Miss, ValueError) as error:
+        except (ColdEntry, Forgotten, ServerError, TransportError, Miss, ValueError) as error:
             self.is_lost = True
             self._tell(error)
             raise RemoteLost(str(error)) from error
@@ -206,44 +220,83 @@ class WirePrefix:
 
 
 class WireReader:
-    """One request's queries to a `WirePrefix`."""
+    """One request's queries to a `WirePrefix`.
+
+    Its own tokens stay in the server too, so that a step sends only what is new. A server that
+    keeps none is sent all of them each time, or, where they are many, only the queries.
+    """
 
     def __init__(self, prefix: WirePrefix) -> None:
         self._prefix = prefix
+        self._session: DecodeSession | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteReader:
+        # What the server keeps is one request's; a copy goes its own way.
         return self._prefix.open()
 
     def attend(
         self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, need_lse: bool
     ) -> tuple[mx.array, mx.array | None]:
         """See `RemoteReader.attend`."""
-        heads, rows, dim = queries.shape
+        wire, sparse = self._prefix.wire, self._prefix.sparse
         mx.eval(queries, keys, values)
-        small = 8 * keys.size <= _LARGEST_SUFFIX
-        sparse = self._prefix.sparse
-        if need_lse or not (small or (sparse is not None and rows == 1)):
+        if sparse is not None and queries.shape[1] == 1 and not need_lse:
+            return self._ask_blocks(layer, queries, keys, values, sparse), None
+        if wire.keeps_suffixes:
+            try:
+                return self._step(layer, queries, keys, values)
+            except NoSessions:
+                wire.keeps_suffixes = False
+        if need_lse or 8 * keys.size > _LARGEST_SUFFIX:
             return self._attend_and_merge(layer, queries, keys, values)
-        asked = as_f32(queries), as_f32(keys), as_f32(values)
-        head_map = even_map(heads, keys.shape[0])
-        out = self._prefix.ask(lambda: self._ask_fused(layer, asked, head_map))
-        return mx.array(out).reshape(heads, rows, dim), None
+        return self._ask_fused(layer, queries, keys, values), None
 
     def attend_prefix(self, layer: int, queries: mx.array) -> tuple[mx.array, mx.array]:
         """See `RemoteReader.attend_prefix`."""
         mx.eval(queries)
         asked, prefix = as_f32(queries), self._prefix
+        # Window 0, said aloud: the server may have a default of its own.
         out, lse = prefix.ask(lambda: prefix.wire.query(prefix.sid, layer, asked, 0))
         return mx.array(out), mx.array(lse)
 
-    def _ask_fused(self, layer: int, asked: tuple[F32, F32, F32], head_map: bytes) -> F32:
-        wire, sid, sparse = self._prefix.wire, self._prefix.sid, self._prefix.sparse
-        # Window 0, said aloud: the server may have a default of its own.
-        if sparse is None or asked[0].shape[1] > 1:
-            return wire.query_fused(sid, layer, *asked, head_map, 0)
+    def _step(
+        self, layer: int, queries: mx.array, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        if self._session is None:
+            self._session = self._prefix.open_session(self)
+        session, wire = self._session, self._prefix.wire
+        asked, length = as_f32(queries), keys.shape[1]
+        head_map = even_map(len(asked), keys.shape[0])
+
+        def rows(start: int) -> tuple[F32, F32]:
+            return as_f32(keys[:, start:]), as_f32(values[:, start:])
+
+        out, lse = self._prefix.ask(
+            lambda: wire.step(session, layer, asked, length, rows, head_map)
+        )
+        return mx.array(out), mx.array(lse)
+
+    def _ask_fused(
+        self, layer: int, queries: mx.array, keys: mx.array, values: mx.array
+    ) -> mx.array:
+        prefix, head_map = self._prefix, even_map(queries.shape[0], keys.shape[0])
+        asked = as_f32(queries), as_f32(keys), as_f32(values)
+        return mx.array(
+            prefix.ask(lambda: prefix.wire.query_fused(prefix.sid, layer, *asked, head_map, 0))
+        )
+
+    def _ask_blocks(
+        self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, sparse: Sparse
+    ) -> mx.array:
+        prefix, head_map = self._prefix, even_map(queries.shape[0], keys.shape[0])
+        asked = as_f32(queries[:, 0]), as_f32(keys), as_f32(values)
         blocks = (sparse.block, sparse.count)
-        lone = asked[0][:, 0], *asked[1:]
-        return wire.query_sparse_auto_fused(sid, layer, *lone, blocks, head_map, 0, sparse.selector)
+        out = prefix.ask(
+            lambda: prefix.wire.query_sparse_auto_fused(
+                prefix.sid, layer, *asked, blocks, head_map, 0, sparse.selector
+            )
+        )
+        return mx.array(out)[:, None]
 
     def _attend_and_merge(
         self, layer: int, queries: mx.array, keys: mx.array, values: mx.array

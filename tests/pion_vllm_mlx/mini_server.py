@@ -13,6 +13,21 @@ OK = b"+OK\r\n"
 Meddler = Callable[[Words, Answer], Answer]
 
 
+def dying(survived: int, answered: bool) -> Meddler:
+    """Dies at the command after `survived` others, before answering it or right after."""
+    seen = 0
+
+    def die(words: Words, answer: Answer) -> Answer:
+        nonlocal seen
+        seen += 1
+        if seen <= survived:
+            return answer
+        assert isinstance(answer, bytes)
+        return [answer, None] if answered and seen == survived + 1 else None
+
+    return die
+
+
 class MiniServer(FakePeer):
     """Manifests, rows and blobs by name. `meddle` may change any answer."""
 

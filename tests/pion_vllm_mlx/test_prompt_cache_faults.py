@@ -15,7 +15,7 @@ import pytest
 from pion_patches.cache_rebuild import rebuild
 from pion_vllm_mlx.prompt_cache import PionPromptCache
 from tests.pion_vllm_mlx.fake_peer import Answer, FakePeer, Words, array, bulk, seconds_of
-from tests.pion_vllm_mlx.mini_server import MiniServer
+from tests.pion_vllm_mlx.mini_server import MiniServer, dying
 from tests.pion_vllm_mlx.tiny import PREFIX, cold_answer, continue_greedily, tiny_llama
 
 MODEL = tiny_llama()
@@ -77,17 +77,7 @@ def test_server_killed_between_any_two_commands_of_a_cold_call(
     survived: int, answered: bool
 ) -> None:
     """WIRE 15.11: killed before or after acknowledging its n-th command, then restarted."""
-    seen = 0
-
-    def die(words: Words, answer: Answer) -> Answer:
-        nonlocal seen
-        seen += 1
-        if seen <= survived:
-            return answer
-        assert isinstance(answer, bytes)
-        return [answer, None] if answered and seen == survived + 1 else None
-
-    with MiniServer(die) as server, client(server.port) as pc:
+    with MiniServer(dying(survived, answered)) as server, client(server.port) as pc:
         assert answer_of(pc) == COLD
         with server.restart() as again:
             with client(again.port) as later:
@@ -100,14 +90,7 @@ def test_server_killed_between_any_two_commands_of_a_cold_call(
 
 @pytest.mark.parametrize("survived", range(WARM_COMMANDS))
 def test_server_killed_between_any_two_commands_of_a_hit(filled: MiniServer, survived: int) -> None:
-    seen = 0
-
-    def die(words: Words, answer: Answer) -> Answer:
-        nonlocal seen
-        seen += 1
-        return answer if seen <= survived else None
-
-    with filled.restart(die) as server, client(server.port) as pc:
+    with filled.restart(dying(survived, answered=False)) as server, client(server.port) as pc:
         assert answer_of(pc) == COLD
         assert miss_reasons(pc) == {"unavailable": 1}
 

@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -78,6 +79,25 @@ def close(found: Any, expected: Any, tolerance: float = 1e-5) -> bool:
 
 
 LANES = pytest.mark.parametrize("binary_port", [None, 0], ids=["binary", "resp"])
+NO_SESSIONS = Path(__file__).with_name("no_sessions.py")
+
+
+@LANES
+@pytest.mark.parametrize("extra", [None, NO_SESSIONS], ids=["append", "resend"])
+def test_both_lanes_agree_whether_the_server_keeps_the_suffix_or_not(
+    server: Callable[..., Server], model: Any, extra: Path | None, binary_port: int | None
+) -> None:
+    running = server(extra=extra)
+    fill(running, model)
+    with PionPromptCache(model, port=running.port, stage2=True, binary_port=binary_port) as pc:
+        cache, plain = opened(pc, model), ordinary(model)
+        for one in (cache, plain):
+            model(mx.array([REST[:5]]), cache=one)
+        assert close(logits(model, cache, REST[5:]), logits(model, plain, REST[5:]))
+        stats = pc.stats()
+        asked = "attend_resp" if binary_port == 0 else "attend_binary"
+        assert stats[asked] == stats["attend_resp"] + stats["attend_binary"] == 2 * 12
+        assert stats["wire_losses"] == 0
 
 
 @LANES
@@ -208,11 +228,13 @@ def test_ordinary_caches_can_be_made_of_remote_ones(stored: Server, model: Any) 
 
 
 def test_a_long_own_part_is_merged_here_and_not_sent(
-    stored: Server, model: Any, monkeypatch: pytest.MonkeyPatch
+    server: Callable[..., Server], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step sends stops growing with the suffix."""
+    """What a step sends stops growing with the suffix, even where the server keeps none."""
+    running = server(extra=NO_SESSIONS)
+    fill(running, model)
     monkeypatch.setattr("pion_vllm_mlx.wire_prefix._LARGEST_SUFFIX", 8 * 2 * 32 * 4)
-    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+    with PionPromptCache(model, port=running.port, stage2=True) as pc:
         found = logits(model, opened(pc, model), REST)
         assert close(found, logits(model, ordinary(model), REST))
         assert pc.stats()["attend_binary"] == 4 * 2

@@ -305,3 +305,24 @@ def test_the_thread_ends_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyP
             assert pc.flush()
             until(lambda: "pion-store" not in threads())
         assert pc.stats()["stores"] == 2
+
+
+def test_where_no_thread_can_be_started_the_prefix_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "pion-store":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with MiniServer() as server, client(server) as pc:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert continue_greedily(MODEL, pc.get_or_prefill(PREFIX, "ns")) == COLD
+        assert pc.stats()["stores_failed"] == 1
+        assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+        pc.get_or_prefill(PREFIX, "other")
+        assert pc.flush()
+        assert pc.stats()["stores"] == 1

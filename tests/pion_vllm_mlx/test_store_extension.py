@@ -12,8 +12,7 @@ from pion_vllm_mlx.transport import Command, Patience, Reply
 from pion_vllm_mlx.transport.endpoint import Endpoint
 from tests.pion_patches.shipping import continuation, feed, token_ids
 from tests.pion_patches.zoo import build
-from tests.pion_vllm_mlx.fake_peer import Answer, Words
-from tests.pion_vllm_mlx.mini_server import MiniServer
+from tests.pion_vllm_mlx.mini_server import MiniServer, dying
 from tests.pion_vllm_mlx.tiny import VOCAB, cold_answer, continue_greedily, tiny_llama
 
 Server = Any
@@ -143,19 +142,9 @@ def test_a_server_killed_while_a_prefix_grows_shows_no_mixture(
     survived: int, answered: bool
 ) -> None:
     """Killed before or after acknowledging its n-th command: either length whole, or a miss."""
-    seen = 0
-
-    def die(words: Words, answer: Answer) -> Answer:
-        nonlocal seen
-        seen += 1
-        if seen <= survived:
-            return answer
-        assert isinstance(answer, bytes)
-        return [answer, None] if answered and seen == survived + 1 else None
-
     with MiniServer() as server:
         store(server.port, "ns", SHORT)
-        server.meddle = die
+        server.meddle = dying(survived, answered)
         store(server.port, "ns", LONG)
         with server.restart() as again:
             readers = [store(again.port, "ns", prefix, store="off") for prefix in (SHORT, LONG)]

@@ -27,7 +27,7 @@ from tests.pion_patches.zoo import families
 PREFIX = 21
 #: A question longer than the windows (8), tokens one by one, and a chunk in between.
 CALLS = (9, 1, 1, 4, 1, 1)
-SMALL_HEADS = Path(__file__).with_name("small_heads.py")
+HERE = Path(__file__).parent
 
 # Families whose attention stays in this process, and the words that say why.
 REFUSED_THERE = {
@@ -41,7 +41,12 @@ REFUSED_THERE = {
 
 @pytest.fixture(scope="module")
 def small(module_server: Callable[..., Any]) -> Any:
-    return module_server(extra=SMALL_HEADS)
+    return module_server(extra=HERE / "small_heads.py")
+
+
+@pytest.fixture(scope="module")
+def older(module_server: Callable[..., Any]) -> Any:
+    return module_server(extra=HERE / "no_sessions.py")
 
 
 @pytest.fixture(autouse=True)
@@ -95,19 +100,23 @@ def test_attention_on_the_wire_and_ordinary_attention_agree(
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3_text", "qwen3_5", "gpt2"])
 @pytest.mark.parametrize("lane", ["binary", "resp"])
-def test_both_lanes_agree_with_ordinary_attention(small: Any, name: str, lane: str) -> None:
+@pytest.mark.parametrize("extra", ["small_heads", "no_sessions"])
+def test_lanes_and_older_servers_agree_with_ordinary_attention(
+    older: Any, small: Any, name: str, lane: str, extra: str
+) -> None:
+    """Sinks need the log-sum-exp: without decode sessions only RESP's QUERY answers one."""
     model: Any = families[name](seed=9)
     label = f"{name}-{lane}"
-    store(small.port, model, label)
-    ports = {"binary": None, "resp": 0}
-    with PionPromptCache(model, port=small.port, stage2=True, binary_port=ports[lane]) as fresh:
+    running = small if extra == "small_heads" else older
+    store(running.port, model, label)
+    port = {"binary": None, "resp": 0}[lane]
+    with PionPromptCache(model, port=running.port, stage2=True, binary_port=port) as fresh:
         cache = make_pion_prompt_cache(model, label, fresh, PREFIX)
         found = continuation(name, model, cache, PREFIX, CALLS)
         stats = fresh.stats()
     expected = ordinary(name, model)
     assert np.abs(found - expected).max() < 1e-5 * max(1.0, np.abs(expected).max())
-    # Sinks need the log-sum-exp, which only RESP's QUERY answers.
-    used = "resp" if lane == "resp" or name == "gpt_oss" else "binary"
+    used = "resp" if running is older and name == "gpt_oss" else lane
     assert stats[f"attend_{used}"] > 0
     assert stats["attend_resp"] + stats["attend_binary"] == stats[f"attend_{used}"]
 

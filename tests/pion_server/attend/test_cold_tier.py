@@ -320,3 +320,19 @@ def test_half_precision_slots_are_half_as_large_and_refuse_what_overflows(server
         else:
             said = client.raw.error(*store_words("limit", 0, kv[:, :2], other))
             assert "beyond float16" in said
+
+
+def test_warm_protects_a_prefix_and_eviction_leaves_slots(server: Start) -> None:
+    """WIRE.md 3: WARM touches both sides; attention slots stay when their rows are evicted."""
+    client = AttentionClient(server("--vstore-sessions", "4"))
+    k, v, q = normal(1, 1, 3, 32), normal(2, 1, 3, 32), normal(3, 1, 1, 32)
+    for name in ("old", "older"):
+        register(client, name, [(k, v)], "fp32")
+        client.store(f"{name}_attn", 0, k, v)
+    before = client.query("older_attn", 0, q)[0]
+    assert client.raw.call("KV.PREFIX.WARM", "old", 1, 32, "old_attn") == "1"
+    assert client.raw.call("KV.PREFIX.REGISTER", "new", 32, "fp32") == "OK"
+    owners = [client.raw.call("KV.PREFIX.OWNER", name) for name in ("old", "older", "new")]
+    assert owners == ["0", "-1", "0"]
+    assert client.lookup("older_attn") == "HIT"
+    assert client.query("older_attn", 0, q)[0].tobytes() == before.tobytes()

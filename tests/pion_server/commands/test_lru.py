@@ -271,3 +271,11 @@ def test_memory_limit_evicts_the_oldest_and_refuses_what_never_fits(
     assert info(client)["vstore_bytes"] == 100 * row
     assert held(client, *names) == [names[0], names[3]]
     refuse(client, "V.STOREBATCH", names[3] + b"_pv", 0, 0, 1, bytes(row), text="OOM ")
+
+
+def test_admission_counters_live_in_memory(server: Start, ns: bytes) -> None:
+    running = server()
+    assert [running.client().call("KV.PREFIX.ADMIT", ns) for _ in range(3)] == [1, 2, 3]
+    running.kill()
+    running.restart()
+    assert running.client().call("KV.PREFIX.ADMIT", ns) == 1

@@ -574,3 +574,29 @@ def test_zero_fill_of_a_whole_empty_range_takes_no_memory(
     client.close()
     client = filling.client()
     assert peak() - before < 64 << 20
+
+
+def test_the_last_row_of_the_last_layer_and_the_widest_row_are_kept(
+    client: RawClient, ns: bytes
+) -> None:
+    """WIRE.md 3: 1,048,576 rows a layer, 256 layers, 8192 values a row."""
+    create(client, ns, "fp32", 1)
+    row = np.array([[7.5]], dtype=np.float32)
+    store(client, ns, 255, 1_048_575, row)
+    assert client.call("V.FETCH", ns, 255, "RANGE", 1_048_575, 1_048_576) == row.tobytes()
+    assert client.call("V.FETCH", ns, 255, 1_048_575) == row.tobytes()
+    shown = lines(client.call("V.INFO", ns))
+    assert (shown["num_layers"], shown["layer_255_tokens"]) == ("256", "1048576")
+    create(client, ns + b"wide", "fp32", 8192)
+    wide = values(1, 2, 8192)
+    store(client, ns + b"wide", 0, 0, wide)
+    assert client.call("V.FETCH", ns + b"wide", 0, "RANGE", 0, 2) == wide.tobytes()
+
+
+def test_a_fetch_may_name_any_number_of_ids(client: RawClient, ns: bytes) -> None:
+    rows = values(1, 1000, 1)
+    create(client, ns, "fp32", 1)
+    store(client, ns, 0, 0, rows)
+    ids = np.random.default_rng(2).integers(0, 1000, 50_000)
+    data = client.call("V.FETCH", ns, 0, *map(int, ids))
+    assert data == rows[ids].tobytes()

@@ -166,8 +166,10 @@ def run_flags(forge: Forge, flags: list[str], errors: Path) -> tuple[int, str, s
 
 def _main(fd: int) -> None:
     from pion_server.commands.dispatch import load_commands
+    from pion_server.preloading import preload
 
     load_commands()
+    preload()
     # The rest of what a server imports while it starts.
     for name in (
         "pion_server.serving",

@@ -106,3 +106,17 @@ def test_hundreds_of_kills(
     forged: Callable[..., ForgedServer], memory_path: Path, saving: bool, seed: int
 ) -> None:
     kill_and_compare(forged, memory_path / "data", 150, seed=seed, saving=saving)
+
+
+def test_a_start_says_what_it_replayed(forged: Callable[..., ForgedServer]) -> None:
+    server = forged()
+    assert "WAL replayed 0 records, 0 sessions" in server.said
+    client = server.client()
+    client.call("KV.PREFIX.REGISTER", "ns", 32, "fp32")
+    client.call("V.STOREBATCH", "ns_pk", 0, 0, 1, bytes(128))
+    client.call("SSM.PREFIX.STORE", "ns", 0, b"state")
+    for records in (3, 0):
+        server.kill()
+        server.start()
+        assert f"WAL replayed {records} records, 2 sessions" in server.said
+        assert server.client().call("KV.PREFIX.SAVE") == "OK"

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pion_server.wire.server import is_local
+
 if TYPE_CHECKING:
     from tests.conftest import RawClient, ServerProcess
 
@@ -479,3 +481,23 @@ def test_it_serves_the_same_without_uvloop(server: Start, tmp_path: Path) -> Non
     slow.send(slow.pack("T.LAZY", 50 * MB))
     assert client.call("T.CRC", b"b" * MB)[0] == MB
     assert running.stop(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("peer", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.53", True),
+        ("::1", True),
+        ("::1%lo", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:10.0.0.1", False),
+        ("10.0.0.1", False),
+        ("0.0.0.0", False),
+        ("fe80::1%eth0", False),
+        ("2001:db8::1", False),
+    ],
+)
+def test_a_peer_is_local_by_its_loopback_address_only(peer: str, local: bool) -> None:
+    """WIRE.md 4.6: who may be told a path on this machine."""
+    assert is_local(peer) is local

@@ -1,0 +1,122 @@
+"""Where a prefill stops so that recurrent and windowed layers can be resumed there later.
+
+Their state cannot be cut to an earlier token, so the places have to be chosen beforehand: where
+the next request is likely to leave this one (after the system prompt, before and after the last
+user message, before the generation prompt) and at multiples of a block in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from .prompt_memory import BLOCK
+
+#: Stored checkpoints lie at multiples of this many tokens.
+GRAIN: Final = 64
+#: Tokens between two stops that no message asks for.
+STRIDE: Final = 512
+
+#: A message's end in tokens, to the kind of the checkpoint there.
+Wishes = dict[int, str]
+
+
+def choose_stops(length: int, wishes: Wishes, grain: int = GRAIN, stride: int = STRIDE) -> Wishes:
+    """Every stop in a prompt of `length` tokens, with its kind.
+
+    Each wish is kept as it is and floored to the grain; multiples of the stride lie in between.
+    """
+    stops = dict.fromkeys(range(stride, length - 1, stride), BLOCK)
+    stops |= {place - place % grain: BLOCK for place in wishes if place >= grain}
+    stops |= {place: kind for place, kind in wishes.items() if 0 < place < length}
+    return stops
+
+
+def cut_segments(
+    segments: Sequence[Sequence[int]], kinds: Sequence[str], stops: Wishes
+) -> tuple[list[list[int]], list[str]]:
+    """The segments of a prompt with further ends at `stops`; an end that was there keeps its kind.
+
+    Each kind says what the checkpoint at the end of its segment is.
+    """
+    prompt = [token for segment in segments for token in segment]
+    ends = dict(sorted(stops.items()))
+    place = 0
+    for segment, kind in zip(segments, kinds, strict=True):
+        place += len(segment)
+        ends[place] = kind
+    parts: list[list[int]] = []
+    start = 0
+    for end in sorted(ends):
+        if start < end <= len(prompt):
+            parts.append(prompt[start:end])
+            start = end
+    return parts, [ends[end] for end in sorted(ends) if 0 < end <= len(prompt)]
+
+
+def find_wishes(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: Sequence[int], **template: Any
+) -> Wishes:
+    """Ends of messages in a rendered prompt, in tokens. Empty where they cannot be told.
+
+    `template`: the keyword arguments of `apply_chat_template` the prompt was rendered with. One
+    tokenisation in all: texts are compared, and an offset of the whole text is a token.
+    """
+
+    def render(part: Sequence[dict[str, Any]], generation: bool = False) -> str:
+        options = {**template, "add_generation_prompt": generation, "tokenize": False}
+        return str(tokenizer.apply_chat_template(list(part), **options))
+
+    whole = render(messages, generation=True)
+    count_tokens = _token_counter(tokenizer, whole, prompt)
+    if count_tokens is None:
+        return {}
+    roles = [message.get("role") for message in messages]
+    users = [number for number, role in enumerate(roles) if role == "user"]
+    systems = next((n for n, role in enumerate(roles) if role != "system"), len(roles))
+    parts = [(messages, "user")]
+    for number in users[-1:]:
+        parts += [(messages[:number], "user"), (messages[: number + 1], "user")]
+    if systems:
+        # With an empty question behind it, as some templates render no conversation without one.
+        parts.append(([*messages[:systems], {"role": "user", "content": ""}], "system"))
+    wishes: Wishes = {}
+    for part, kind in parts:
+        if not part:
+            continue
+        try:
+            place = count_tokens(_common(whole, render(part)))
+        except Exception:
+            continue  # whatever a template raises for a part of a conversation
+        if 0 < place < len(prompt):
+            wishes[place] = kind
+    return wishes
+
+
+def _token_counter(tokenizer: Any, text: str, prompt: Sequence[int]) -> Callable[[int], int] | None:
+    """How many tokens lie whole within the first so many characters of `text`."""
+    encode = getattr(tokenizer, "_tokenizer", tokenizer)
+    try:
+        encoded = encode(text, add_special_tokens=False, return_offsets_mapping=True)
+    except (NotImplementedError, TypeError, ValueError):
+        return None  # a tokenizer in Python knows no offsets
+    if list(encoded["input_ids"]) != list(prompt):
+        return None
+    ends = [end for _, end in encoded["offset_mapping"]]
+
+    def count(characters: int) -> int:
+        return next((i for i, end in enumerate(ends) if end > characters), len(ends))
+
+    return count
+
+
+def _common(one: str, other: str) -> int:
+    """Length of the common beginning."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
