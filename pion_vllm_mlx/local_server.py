@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -30,6 +31,8 @@ class LocalServer:
     log: a file that receives everything the server prints.
     flags: further flags of ``pion-server``.
     env: its environment instead of this process's.
+    password: what clients have to know; it is handed over in the environment, which `ps` hides.
+    tied: the server ends in order when this process is killed, too.
     """
 
     def __init__(
@@ -38,12 +41,18 @@ class LocalServer:
         log: Path,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        *,
+        port: int = 0,
+        password: str | None = None,
+        tied: bool = False,
     ) -> None:
         self.directory = directory
         self.log = log
-        self.port = 0
+        self.port = port
         self._flags = tuple(flags)
         self._env = env
+        self._password = password
+        self._tied = tied
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -65,6 +74,11 @@ class LocalServer:
             raise RuntimeError("the server is not running")
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self, patience: float = 15.0) -> float:
         """Start and wait until it is ready; returns the seconds that took.
 
@@ -73,13 +87,16 @@ class LocalServer:
         """
         arguments = ["-p", str(self.port), "--dir", str(self.directory), *self._flags]
         started = time.monotonic()
+        module = "pion_vllm_mlx.tied_server" if self._tied else "pion_server"
+        secret = {} if self._password is None else {"PION_REQUIREPASS": self._password}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "pion_server", *arguments],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-u", "-m", module, *arguments],
+                # Never written to: its end of the pipe tells a tied server that we are gone.
+                stdin=subprocess.PIPE if self._tied else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._env,
+                env={**(self._env or os.environ), **secret},
             )
         try:
             while not (ready := _READY.search(self.log.read_text(errors="replace"))):
@@ -95,7 +112,9 @@ class LocalServer:
 
     def command(self, *words: Argument) -> Reply:
         """One command on a connection of its own. Raises TransportError or ServerError."""
-        connection = RespConnection("127.0.0.1", self.port, deadline=time.monotonic() + 2)
+        connection = RespConnection(
+            "127.0.0.1", self.port, password=self._password, deadline=time.monotonic() + 2
+        )
         try:
             (reply,) = connection.exchange([Command(words)], Patience(first_byte=10))
         finally:

@@ -24,10 +24,11 @@ Wishes = dict[int, str]
 def choose_stops(length: int, wishes: Wishes, grain: int = GRAIN, stride: int = STRIDE) -> Wishes:
     """Every stop in a prompt of `length` tokens, with its kind.
 
-    Each wish is kept as it is and floored to the grain; multiples of the stride lie in between.
+    Each wish is kept as it is and floored to the grain, as is the end; multiples of the stride lie
+    in between.
     """
     stops = dict.fromkeys(range(stride, length - 1, stride), BLOCK)
-    stops |= {place - place % grain: BLOCK for place in wishes if place >= grain}
+    stops |= {place - place % grain: BLOCK for place in (*wishes, length - 1) if place >= grain}
     stops |= {place: kind for place, kind in wishes.items() if 0 < place < length}
     return stops
 

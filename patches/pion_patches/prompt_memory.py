@@ -61,7 +61,7 @@ class PromptMemory:
         self._pending: OrderedDict[bytes, tuple[int, States]] = OrderedDict()
         self._models: dict[Any, weakref.ref[Any]] = {}
         self._lock = threading.RLock()
-        self._fence = Fence()
+        self.fence = Fence()
         self._number = 0
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class PromptMemory:
         with self._lock:
             self._entries.clear()
             self._pending.clear()
-        self._fence.close()
+        self.fence.close()
         if self.tier is not None:
             self.tier.close()
 
@@ -195,11 +195,11 @@ class PromptMemory:
         if tier is None or len(asked) - count < max(1, tier.min_gain) or asked.min() < 0:
             return None
         ids = asked.tolist()
-        offer = self._fence.ask(tier.find, key, ids, seconds=FIND)
+        offer = self.fence.ask(tier.find, key, ids, seconds=FIND)
         if offer is None or offer.tokens - count < max(1, tier.min_gain):
             return None
         seconds = restore_seconds(offer.tokens - count)
-        cache = self._fence.ask(tier.restore, offer, seconds=seconds)
+        cache = self.fence.ask(tier.restore, offer, seconds=seconds)
         if cache is None:
             return None
         entry = Entry.of(key, asked[: offer.tokens], cache, "user")

@@ -45,7 +45,7 @@ class SecondTier(Protocol):
     def find(self, model_key: Any, tokens: Sequence[int]) -> Offer | None:
         """How much of `tokens` is held, in one round trip."""
 
-    def restore(self, offer: Offer) -> list[Any] | None:
+    def restore(self, offer: Any) -> list[Any] | None:
         """Evaluated caches of exactly ``offer.tokens`` tokens, the caller's own."""
 
     def store(self, model_key: Any, tokens: Sequence[int], cache: Sequence[Any]) -> None:

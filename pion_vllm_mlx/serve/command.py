@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from pion_vllm_mlx.serve.options import add_arguments
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pion_vllm_mlx.serve.door import Door
     from pion_vllm_mlx.serve.generator import Generator
     from pion_vllm_mlx.serve.provider import Provider
+    from pion_vllm_mlx.serve.tier import PionTier
 
 __all__ = ["add_arguments", "run"]
 
@@ -50,11 +52,48 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         place = f"{options.host}:{options.port}"
         raise SystemExit(f"pion-vllm-mlx serve: cannot listen on {place}: {error}") from None
-    with door, mlx_lm_server_patch():
-        return _serve(options, door, Console(stderr=True, highlight=False))
+    with door, mlx_lm_server_patch(), ExitStack() as ends:
+        return _serve(options, door, Console(stderr=True, highlight=False), ends)
 
 
-def _serve(options: argparse.Namespace, door: Door, console: Console) -> int:
+def _open_tier(options: argparse.Namespace, console: Console, ends: ExitStack) -> PionTier | None:
+    """The pion-server of choice, started if it is our own; SystemExit where it does not start."""
+    from pion_vllm_mlx.cache_home import data_home
+    from pion_vllm_mlx.local_server import ServerDidNotStart
+    from pion_vllm_mlx.serve.embedded import Embedded
+    from pion_vllm_mlx.serve.tier import PionTier
+    from pion_vllm_mlx.transport.endpoint import Endpoint
+
+    if options.no_pion:
+        return None
+    budget = int(options.pion_budget_gb * 1e9)
+    if options.pion_host is not None:
+        password = options.pion_password or os.environ.get("PION_PASSWORD")
+        address = options.pion_host, options.pion_port
+        endpoint = Endpoint(*address, username=options.pion_username, password=password)
+        place = f"pion-server at {options.pion_host}:{options.pion_port}"
+    else:
+        folder = options.pion_dir or data_home() / "serve"
+        try:
+            endpoint = ends.enter_context(Embedded(folder)).endpoint
+        except (ServerDidNotStart, OSError) as error:
+            reason = f"{error} (--no-pion serves without)"
+            raise SystemExit(f"pion-vllm-mlx serve: {reason}") from None
+        place = f"{folder}"
+    try:
+        tier = PionTier(
+            endpoint,
+            budget_bytes=budget,
+            min_gain=options.pion_min_gain,
+            vquant=options.pion_vquant,
+        )
+    except ValueError as error:
+        raise SystemExit(f"pion-vllm-mlx serve: --pion-vquant: {error}") from None
+    console.print(f"conversations are kept in {place}, {budget / 1e9:g} GB at most", soft_wrap=True)
+    return tier
+
+
+def _serve(options: argparse.Namespace, door: Door, console: Console, ends: ExitStack) -> int:
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
     from pion_patches.prompt_memory import PromptMemory
@@ -63,12 +102,13 @@ def _serve(options: argparse.Namespace, door: Door, console: Console) -> int:
     from pion_vllm_mlx.serve.service import Service
 
     _ = maybe_set_recommended_wired_limit()
-    memory = PromptMemory(options.prompt_cache_size, options.prompt_cache_bytes)
-    provider = Provider(options)
+    tier = _open_tier(options, console, ends)
+    memory = PromptMemory(options.prompt_cache_size, options.prompt_cache_bytes, tier=tier)
+    provider = Provider(options, lambda loaded: memory.attach(loaded.model_key, loaded))
     generator = Generator(provider, memory)
     listener = threading.Thread(target=door.serve_forever, name="pion-serve-http", daemon=True)
     try:
-        door.service = Service(generator, memory, options.model, options.normalise)
+        door.service = Service(generator, memory, options.model, options.normalise, tier)
         # Already now, so that /health can say that the model is loading.
         listener.start()
         _await_model(console, provider, options.model)

@@ -20,9 +20,9 @@ MEMORY: Final = (
     *("inserted", "rejected", "incoherent", "evicted", "errors"),
 )
 TIER: Final = (
-    *("finds", "matches", "tokens_restored", "bytes_fetched", "skipped_slower", "given_up"),
-    *("stores", "stores_known", "stores_busy", "stores_failed", "stores_dropped", "oversize"),
-    *("bytes_stored", "evictions", "evicted_bytes"),
+    *("hits", "misses", "tokens_restored", "bytes_fetched", "given_up"),
+    *("stores", "stores_skipped", "stores_failed", "stores_dropped", "oversize"),
+    *("bytes_stored", "evictions", "bytes_evicted"),
 )
 _SECONDS: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 

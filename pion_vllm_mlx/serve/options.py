@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any, Final
 
 #: Flags of mlx_lm.server by group: name, default, metavar or None for a switch, help.
@@ -103,6 +104,39 @@ def _add_http(group: Any) -> None:
 
 
 def _add_pion(group: Any) -> None:
+    group.add_argument(
+        "--pion-host",
+        metavar="HOST",
+        help="a pion-server that runs (default: one of its own, in the user's data folder)",
+    )
+    group.add_argument("--pion-port", type=_port, default=1974, help="default: %(default)s")
+    group.add_argument("--pion-username", metavar="TENANT", help="for a server with tenants")
+    group.add_argument(
+        "--pion-password", metavar="WORD", help="others may see it in ps: better PION_PASSWORD"
+    )
+    group.add_argument(
+        "--pion-budget-gb",
+        type=_positive,
+        default=4.0,
+        metavar="GB",
+        help="the most that is kept on disk (default: %(default)g)",
+    )
+    group.add_argument(
+        "--pion-min-gain",
+        type=_count,
+        default=16,
+        metavar="TOKENS",
+        help="fewer are not worth a restore (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pion-vquant",
+        default="auto",
+        metavar="FORMAT",
+        help="auto keeps every bit; see docs/formats.md for smaller ones",
+    )
+    group.add_argument(
+        "--pion-dir", type=Path, metavar="DIR", help="another folder for the server of its own"
+    )
     group.add_argument("--no-pion", action="store_true", help="only what fits into memory")
 
 
@@ -125,6 +159,22 @@ def size(text: str) -> int:
         return int(float(digits) * units[text[len(digits) :].strip().upper()])
     except (ValueError, KeyError):
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8GB") from None
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of gigabytes")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens")
+    return int(text)
 
 
 def _port(text: str) -> int:

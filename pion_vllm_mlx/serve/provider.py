@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from mlx_lm.server import ModelProvider
 
 
 class Provider(ModelProvider):
-    """Loads its model on the generation thread. `ready` is set when that has worked or failed."""
+    """Loads its model on the generation thread. `ready` is set when that has worked or failed.
 
-    def __init__(self, flags: argparse.Namespace) -> None:
+    `prepare(provider)` is called in between, on that thread.
+    """
+
+    def __init__(
+        self, flags: argparse.Namespace, prepare: Callable[[Any], None] | None = None
+    ) -> None:
         initialise: Any = super().__init__
         initialise(flags)
+        self._prepare = prepare
         self.ready = threading.Event()
         self.failure: Exception | None = None
         self.seconds = 0.0
@@ -25,6 +32,8 @@ class Provider(ModelProvider):
         load: Any = super().load_default
         try:
             load()
+            if self._prepare is not None:
+                self._prepare(self)
         except Exception as error:
             self.failure = error
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
@@ -22,11 +21,14 @@ from pion_vllm_mlx.serve.generator import Generator
 from pion_vllm_mlx.serve.normalise import has_images, normalise_messages
 from pion_vllm_mlx.serve.reply import Reply
 from pion_vllm_mlx.serve.responses_sink import ResponsesSink
+from pion_vllm_mlx.serve.tier import PionTier
 
 log = logging.getLogger("pion_vllm_mlx")
 
 _CHAT: Final = "/v1/chat/completions"
 _TEXT: Final = "/v1/completions"
+#: Prompt tokens computed in a request below which its time says little about the model's speed.
+_MEASURED: Final = 64
 #: Fields that would have mlx_lm.server load something else from this machine's disk.
 _OTHER_MODELS: Final = ("adapters", "draft_model")
 
@@ -41,8 +43,7 @@ class Service:
     memory: PromptMemory
     name: str
     normalise: bool = True
-    #: Events and gauges of the second tier; empty without one.
-    tier: Callable[[], dict[str, Any]] = dict
+    tier: PionTier | None = None
     remembered: responses.Remembered = field(default_factory=responses.Remembered)
 
     def __post_init__(self) -> None:
@@ -159,6 +160,9 @@ class Service:
                 "generated": len(exchange.tokens),
             }
             self.figures.end(api, outcome, first=exchange.first, **figures)
+            computed = exchange.prompt_tokens - exchange.cached_tokens
+            if self.tier is not None and exchange.first and computed >= _MEASURED:
+                self.tier.note_prefill(computed, exchange.first)
             seconds = time.monotonic() - exchange.started
             log.info(
                 "%s %s: %d prompt tokens, %d of them cached, %d generated, %.2f s to the first"
@@ -185,15 +189,18 @@ class Service:
 
     def _reading(self) -> dict[str, dict[str, float]]:
         memory, generator = self.memory, self.generator
-        tier = self.tier()
+        tier = dict(self.tier.figures()) if self.tier is not None else {}
+        events = dict(memory.counts)
+        events |= {"tier_late": memory.fence.late, "tier_failed": memory.fence.failed}
         gauges = {
             "memory_bytes": memory.nbytes,
             "memory_conversations": len(memory),
             "tier_bytes": tier.get("used_bytes", 0),
+            "tier_bytes_waiting": tier.get("bytes_waiting", 0),
             "heartbeat_age_seconds": generator.pulse,
             "healthy": int(generator.is_healthy),
         }
-        return {"memory": dict(memory.counts), "tier": tier, "gauges": gauges}
+        return {"memory": events, "tier": tier, "gauges": gauges}
 
 
 def error_body(path: str, status: int, message: str) -> dict[str, Any]:

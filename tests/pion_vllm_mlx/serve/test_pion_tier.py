@@ -1,0 +1,172 @@
+"""Pion behind the memory of a server: another process goes on where this one has stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pion_patches.prompt_memory import PromptMemory
+from pion_vllm_mlx.local_server import LocalServer
+from pion_vllm_mlx.serve.tier import PionTier
+from pion_vllm_mlx.transport.endpoint import Endpoint
+from tests.pion_patches.serving import Questions, chat_model, serving
+from tests.pion_vllm_mlx.model_folder import text_of
+
+FAMILIES = ("llama", "qwen3_5", "gemma3_text", "gpt_oss")
+WORDS = [int(token) for token in np.random.default_rng(1).integers(10, 190, 900)]
+SYSTEM = {"role": "system", "content": text_of(WORDS[:200])}
+BLOCK = 64
+
+
+def user(start: int, end: int) -> dict[str, Any]:
+    return {"role": "user", "content": text_of(WORDS[start:end])}
+
+
+def said(tokens: list[int]) -> dict[str, Any]:
+    return {"role": "assistant", "content": text_of(tokens[:-1])}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {family: chat_model(base / family, family) for family in FAMILIES}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalServer]:
+    with LocalServer(tmp_path / "data", tmp_path / "log", ["--no-attention"]) as server:
+        yield server
+
+
+@contextmanager
+def kept(folder: Path, store: LocalServer, **options: Any) -> Iterator[Questions]:
+    """A server that knows nothing but what `store` holds; all is written at the end."""
+    tier = PionTier(Endpoint("127.0.0.1", store.port), **options)
+    memory = PromptMemory(tier=tier)
+    try:
+        with serving(folder, memory=memory) as questions:
+            yield questions
+            assert tier.flush(30)
+    finally:
+        memory.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_turn_goes_on_after_a_restart(
+    folders: dict[str, Path], store: LocalServer, family: str
+) -> None:
+    """C05, I01's other half: a turn, a tool loop, a regenerated answer, a second session."""
+    first = [SYSTEM, user(200, 330)]
+    with serving(folders[family]) as cold:
+        answer = cold.chat([dict(m) for m in first])
+    turn = [*first, said(answer.tokens), user(330, 350)]
+    loop = [*first, said(answer.tokens), {"role": "tool", "content": text_of(WORDS[350:380])}]
+    other = [SYSTEM, user(400, 440)]
+    with kept(folders[family], store) as before:
+        assert before.chat([dict(m) for m in first]).tokens == answer.tokens
+    prompt = 202 + 132
+    for messages, least in (
+        (turn, prompt - 2 * BLOCK),
+        (loop, prompt - 2 * BLOCK),
+        (first, prompt - BLOCK),
+        (other, 202 - BLOCK),
+    ):
+        with serving(folders[family]) as cold:
+            expected = cold.chat([dict(m) for m in messages])
+        with kept(folders[family], store) as after:
+            found = after.chat([dict(m) for m in messages])
+            assert found.tokens == expected.tokens
+            assert found.cached >= least
+            assert after.memory.counts["tier_hits"] == 1
+            again = after.chat([dict(m) for m in messages])
+            assert again.tokens == expected.tokens
+            assert again.cached >= found.cached
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_budget_is_never_exceeded(
+    folders: dict[str, Path], store: LocalServer, family: str
+) -> None:
+    """F04: one conversation that is larger costs no other its place."""
+    budget = 400_000
+    with kept(folders[family], store, budget_bytes=budget) as questions:
+        tier = questions.memory.tier
+        for number in range(12):
+            questions.ids([number, *WORDS[number * 10 : number * 10 + 150]], count=2)
+            assert tier.flush(30)
+            assert tier.figures()["used_bytes"] <= budget
+        figures = dict(tier.figures())
+        assert figures["evictions"] > 0
+        assert figures["used_bytes"] > budget / 2
+        questions.ids([77, *WORDS, *WORDS], count=2)
+        assert tier.flush(30)
+        assert 0 < tier.figures()["used_bytes"] <= budget
+    last = [11, *WORDS[110:260]]
+    with kept(folders[family], store, budget_bytes=budget) as questions:
+        assert questions.ids(last, count=2).cached >= 2 * BLOCK
+
+
+def test_a_server_that_is_gone_costs_the_reuse_and_nothing_else(
+    folders: dict[str, Path], store: LocalServer
+) -> None:
+    with serving(folders["llama"]) as cold:
+        expected = [cold.ids(WORDS[start : start + 200]).tokens for start in range(0, 500, 100)]
+    store.kill()
+    with kept(folders["llama"], store) as questions:
+        found = [questions.ids(WORDS[start : start + 200]).tokens for start in range(0, 500, 100)]
+        assert found == expected
+        assert questions.generator.is_healthy
+
+
+def test_a_server_that_hangs_holds_no_stream_longer_than_its_deadline(
+    folders: dict[str, Path], store: LocalServer
+) -> None:
+    with serving(folders["llama"]) as cold:
+        expected = cold.ids(WORDS[:300]).tokens
+    with kept(folders["llama"], store) as questions:
+        questions.ids(WORDS[300:500])
+        assert questions.memory.tier.flush(30)
+        os.kill(store.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            assert questions.ids(WORDS[:300]).tokens == expected
+            # The deadline is half a second; this only tells a wait with an end from one without.
+            assert time.monotonic() - started < 20
+            assert questions.memory.counts["tier_hits"] == 0
+        finally:
+            os.kill(store.pid, signal.SIGCONT)
+
+
+def test_what_was_written_before_the_server_died_is_found_when_it_is_back(
+    folders: dict[str, Path], store: LocalServer
+) -> None:
+    """SIGKILL of pion-server in between: an acknowledged prefix is there."""
+    with kept(folders["qwen3_5"], store) as questions:
+        expected = questions.ids(WORDS[:300])
+    store.kill()
+    store.start()
+    with kept(folders["qwen3_5"], store) as questions:
+        found = questions.ids(WORDS[:300])
+    assert found.tokens == expected.tokens
+    assert found.cached == 256
+
+
+def test_other_weights_find_nothing(
+    folders: dict[str, Path], store: LocalServer, tmp_path: Path
+) -> None:
+    """E13: the same path, other weights."""
+    with kept(folders["llama"], store) as questions:
+        questions.ids(WORDS[:300])
+    other = chat_model(tmp_path / "llama", "llama", seed=9)
+    with kept(other, store) as questions:
+        assert questions.ids(WORDS[:300]).cached == 0
+    with kept(folders["llama"], store) as questions:
+        assert questions.ids(WORDS[:300]).cached >= 256
