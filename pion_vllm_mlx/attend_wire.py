@@ -8,7 +8,8 @@ arrays that do not go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.decode_session import DecodeSession, Rows
+from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.transport import (
     Command,
     Lane,
@@ -41,20 +43,20 @@ class NoSessions(Exception):
 
 
 class AttendWire:
-    """One server's attention engine. `count(name)` is told of every query: by lane."""
+    """One server's attention engine. `tally` counts the answers of each lane, and their time."""
 
     def __init__(
         self,
         lane: Lane,
         binary: BinaryLane | None,
-        count: Callable[[str], None],
+        tally: Tally,
         patience: Patience | None = None,
     ) -> None:
         self._lane = lane
         self.binary = binary
         #: False once the server turned out to know nothing of decode sessions.
         self.keeps_suffixes = True
-        self._count = count
+        self._tally = tally
         # A query may wait for the queries of others: one thread computes for all.
         self.patience = patience or Patience(first_byte=10, stall=5, total=60)
 
@@ -109,6 +111,7 @@ class AttendWire:
         heads, _, dim = _shape(queries, "queries")
         kv_heads, count = check_suffix(suffix_keys, suffix_values, heads, dim)
         check_map(head_map, heads, kv_heads)
+        started = time.perf_counter()
         if self.binary is not None and self.binary.usable:
             try:
                 out = self.binary.query_fused(
@@ -124,7 +127,7 @@ class AttendWire:
             except (Declined, TransportError, ValueError):
                 pass  # RESP says why, or works
             else:
-                self._count("attend_binary")
+                self._answered("attend_binary", started)
                 return out
         sizes = (heads, dim, count, kv_heads)
         blobs = (_bytes(queries), _bytes(suffix_keys), _bytes(suffix_values), head_map)
@@ -145,6 +148,7 @@ class AttendWire:
         head_map: bytes,
     ) -> tuple[F32, F32]:
         """`DecodeSession.attend`; NoSessions where the server has none."""
+        started = time.perf_counter()
         try:
             parts = session.attend(layer, queries, length, rows, head_map)
         except ServerError as error:
@@ -152,7 +156,7 @@ class AttendWire:
                 raise NoSessions from error
             raise
         binary = self.binary is not None and self.binary.usable
-        self._count("attend_binary" if binary else "attend_resp")
+        self._answered("attend_binary" if binary else "attend_resp", started)
         return parts
 
     def query_sparse_auto(
@@ -203,12 +207,17 @@ class AttendWire:
         def place(index: int, nbytes: int) -> memoryview | None:
             return target.data.cast("B") if nbytes == target.nbytes else None
 
+        started = time.perf_counter()
         (reply,) = self._lane.exchange([Command(tuple(words), place)], self.patience)
         body = _value(reply)
         if not isinstance(body, bytes | bytearray | memoryview) or len(body) != target.nbytes:
             raise ProtocolError(f"{words[0]} is answered by {target.nbytes} bytes")
-        self._count("attend_resp")
+        self._answered("attend_resp", started)
         return target
+
+    def _answered(self, lane: str, started: float) -> None:
+        self._tally.add(lane)
+        self._tally.add_seconds("attend_ms_total", time.perf_counter() - started)
 
     def _ok(self, *words: Any) -> None:
         (reply,) = self._lane.exchange([Command(words)], self.patience)

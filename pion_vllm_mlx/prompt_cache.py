@@ -276,6 +276,10 @@ class PionPromptCache(AttendQueries):
         (restores that became slower than a prefill); milliseconds in
         fetch_ms_total (a restore, from the first command to rebuilt caches), store_ms_total (of
         this thread and the storing one), prefill_ms_total.
+
+        With ``stage2``: wire_prefixes (opened to be attended to in the server), wire_losses (given
+        up since), attend_binary and attend_resp (answers of each lane), attend_ms_total (waited
+        for them).
         """
         return self._tally.snapshot()
 

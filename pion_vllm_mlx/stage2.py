@@ -61,7 +61,7 @@ class Stage2:
         template: Callable[[int], list[Any]],
         restore: Callable[[tuple[int, ...], bytes], list[Any]],
     ) -> None:
-        self.wire = AttendWire(lane, binary, tally.add)
+        self.wire = AttendWire(lane, binary, tally)
         self._slots = AttendSlots(lane, self.wire, quick)
         self._model = model
         self._lane = lane
@@ -197,7 +197,7 @@ class Stage2:
         sides = {} if self._tier.vquant == "auto" else _rows_of(image)
 
         def push(lane: Lane) -> None:
-            slots = AttendSlots(lane, AttendWire(lane, None, self._tally.add), self._quick)
+            slots = AttendSlots(lane, AttendWire(lane, None, self._tally), self._quick)
             try:
                 found = find_prefix(lane, name, ids, fingerprint, self._tier, self._quick)
                 layers = wire_layers(found.manifest)
