@@ -43,7 +43,10 @@ class NoSessions(Exception):
 
 
 class AttendWire:
-    """One server's attention engine. `tally` counts the answers of each lane, and their time."""
+    """One server's attention engine. `tally` counts the answers of each lane, and their time.
+
+    Queries wait as long as `patience` says, or the wire's own where they are given none.
+    """
 
     def __init__(
         self,
@@ -85,14 +88,19 @@ class AttendWire:
     # --- asking ------------------------------------------------------------------------------
 
     def query(
-        self, sid: bytes, layer: int, queries: F32, window: int | None = None
+        self,
+        sid: bytes,
+        layer: int,
+        queries: F32,
+        window: int | None = None,
+        patience: Patience | None = None,
     ) -> tuple[F32, F32]:
         """QUERY: attention of `[H][M][D]` over the prefix, and its log-sum-exp `[H][M]`."""
         heads, rows, dim = _shape(queries, "queries")
         # A lone query is answered without its log-sum-exp, so it goes out twice.
         asked = queries if rows > 1 else np.repeat(queries, 2, axis=1)
         words = ("ATTEND.PREFIX.QUERY", sid, layer, heads, dim, _LONGEST_SUFFIX, _bytes(asked))
-        flat = self._ask((*words, *_given(window)), asked.size + asked.size // dim)
+        flat = self._ask((*words, *_given(window)), asked.size + asked.size // dim, patience)
         out = flat[: asked.size].reshape(asked.shape)
         lse = flat[asked.size :].reshape(asked.shape[:2])
         return out[:, :rows], lse[:, :rows]
@@ -106,6 +114,7 @@ class AttendWire:
         suffix_values: F32,
         head_map: bytes,
         window: int | None = None,
+        patience: Patience | None = None,
     ) -> F32:
         """QUERY_FUSED: prefix and causal suffix in one softmax, as `queries`; binary lane first."""
         heads, _, dim = _shape(queries, "queries")
@@ -122,7 +131,7 @@ class AttendWire:
                     suffix_values,
                     head_map,
                     window,
-                    self.patience,
+                    patience or self.patience,
                 )
             except (Declined, TransportError, ValueError):
                 pass  # RESP says why, or works
@@ -132,11 +141,11 @@ class AttendWire:
         sizes = (heads, dim, count, kv_heads)
         blobs = (_bytes(queries), _bytes(suffix_keys), _bytes(suffix_values), head_map)
         words = ("ATTEND.PREFIX.QUERY_FUSED", sid, layer, *sizes, *blobs, *_given(window))
-        return self._ask(words, queries.size).reshape(queries.shape)
+        return self._ask(words, queries.size, patience).reshape(queries.shape)
 
-    def open_session(self, sid: bytes, tokens: int) -> DecodeSession:
+    def open_session(self, sid: bytes, tokens: int, patience: Patience) -> DecodeSession:
         """A suffix behind the `tokens` tokens of `sid`; nothing is sent yet."""
-        return DecodeSession(self._lane, self.binary, sid, tokens, self.patience)
+        return DecodeSession(self._lane, self.binary, sid, tokens, patience)
 
     def step(
         self,
@@ -189,6 +198,7 @@ class AttendWire:
         head_map: bytes,
         window: int | None = None,
         selector: str = "block_mean",
+        patience: Patience | None = None,
     ) -> F32:
         """QUERY_SPARSE_AUTO_FUSED: `[H_q][D]` over the best blocks and the whole suffix."""
         heads, dim = _flat_shape(queries)
@@ -198,9 +208,9 @@ class AttendWire:
         sizes = (heads, dim, *blocks, kv_heads, count)
         blobs = (_bytes(queries), _bytes(suffix_keys), _bytes(suffix_values), head_map)
         words = ("ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED", sid, layer, *sizes, *blobs, *options)
-        return self._ask(words, queries.size).reshape(queries.shape)
+        return self._ask(words, queries.size, patience).reshape(queries.shape)
 
-    def _ask(self, words: Sequence[Any], floats: int) -> F32:
+    def _ask(self, words: Sequence[Any], floats: int, patience: Patience | None = None) -> F32:
         """One command whose answer is so many floats, received where they are returned."""
         target = np.empty(floats, np.float32)
 
@@ -208,7 +218,8 @@ class AttendWire:
             return target.data.cast("B") if nbytes == target.nbytes else None
 
         started = time.perf_counter()
-        (reply,) = self._lane.exchange([Command(tuple(words), place)], self.patience)
+        command = Command(tuple(words), place)
+        (reply,) = self._lane.exchange([command], patience or self.patience)
         body = _value(reply)
         if not isinstance(body, bytes | bytearray | memoryview) or len(body) != target.nbytes:
             raise ProtocolError(f"{words[0]} is answered by {target.nbytes} bytes")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,6 +139,25 @@ def test_a_server_gone_for_good_costs_one_prefill_and_one_warning(
         assert close(logits(model, again, REST), expected)
 
 
+@LANES
+def test_a_server_that_falls_silent_is_waited_for_no_longer_than_a_prefill_and_a_little(
+    stored: Server, model: Any, binary_port: int | None
+) -> None:
+    expected = logits(model, ordinary(model), REST)
+    with PionPromptCache(model, port=stored.port, stage2=True, binary_port=binary_port) as pc:
+        cache = opened(pc, model)
+        first = logits(model, cache, REST[:8])
+        os.kill(stored.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            second = logits(model, cache, REST[8:])
+            assert time.monotonic() - started < 30
+        finally:
+            os.kill(stored.pid, signal.SIGCONT)
+        assert close(np.concatenate([first, second]), expected)
+        assert pc.stats()["wire_losses"] == 1
+
+
 def test_slots_that_turned_cold_are_made_again_unnoticed(
     server: Callable[..., Server], model: Any
 ) -> None:
@@ -178,7 +200,7 @@ def test_a_prefix_replaced_under_its_name_is_noticed(stored: Server, model: Any)
         cache = opened(pc, model)
         first = logits(model, cache, REST[:8])
         fill(stored, model, NAME, other)
-        time.sleep(0.6)  # a request that goes on at once has no time to be betrayed
+        time.sleep(0.2)  # a request that goes on at once has no time to be betrayed
         second = logits(model, cache, REST[8:])
         assert close(np.concatenate([first, second]), logits(model, ordinary(model), REST))
         assert pc.stats()["wire_losses"] == 1
@@ -351,6 +373,32 @@ def test_a_password_opens_both_lanes(server: Callable[..., Server], model: Any) 
         found = logits(model, opened(pc, model), REST)
         assert close(found, logits(model, ordinary(model), REST))
         assert pc.stats()["attend_binary"] == 2 * len(REST)
+
+
+def test_what_requests_leave_in_the_server_goes_when_the_next_one_opens(
+    stored: Server, model: Any
+) -> None:
+    client = AttentionClient(stored)
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        for _ in range(2):
+            cache = opened(pc, model)
+            logits(model, cache, REST[:2])
+            assert client.info()["decode_sessions"] == 1
+            del cache
+            gc.collect()
+        twins = [opened(pc, model) for _ in range(2)]
+        for one in twins:
+            logits(model, one, REST[:2])
+        assert client.info()["decode_sessions"] == 2
+
+
+def test_the_longest_namespace_has_a_session(server: Callable[..., Server], model: Any) -> None:
+    running = server()
+    name = "n" * 200
+    fill(running, model, name)
+    with PionPromptCache(model, port=running.port, stage2=True) as pc:
+        cache = make_pion_prompt_cache(model, name, pc, len(PREFIX))
+        assert isinstance(cache[0], RemoteKVCache)
 
 
 def test_a_prefix_of_one_token(server: Callable[..., Server], model: Any) -> None:
