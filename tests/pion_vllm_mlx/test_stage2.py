@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -411,3 +412,20 @@ def test_a_prefix_of_one_token(server: Callable[..., Server], model: Any) -> Non
 
 def test_the_client_knows_the_engine_s_head_dimensions() -> None:
     assert HEAD_DIMS == DIMS
+
+
+def test_the_example_of_the_page_runs(stored: Server, model: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "stages.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {
+        "model": model,
+        "namespace": NAME,
+        "prefix_tokens": len(PREFIX),
+        "suffix": mx.array([REST]),
+    }
+    exec(code.replace("port=1974", f"port={stored.port}"), names)
+    with names["pc"] as pc:
+        assert mx.allclose(
+            names["logits"], model(mx.array([REST]), cache=ordinary(model)), atol=1e-5
+        )
+        assert pc.stats()["attend_binary"] == 2
