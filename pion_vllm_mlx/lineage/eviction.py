@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pion_vllm_mlx.fill import StoreFailed
 from pion_vllm_mlx.lineage.blocks import BLOCK, CHECKPOINT, SEGMENT, TRACE
 from pion_vllm_mlx.lineage.drafts import Draft
 from pion_vllm_mlx.lineage.search import get_manifest, segment_in
 from pion_vllm_mlx.tally import Tally
-from pion_vllm_mlx.transport import Command, Lane, Patience, Reply
+from pion_vllm_mlx.transport import Command, Lane, Patience, Reply, ServerError
 
 _PATIENCE: Final = Patience(first_byte=5, stall=5, total=30)
 _AT_ONCE: Final = 64
@@ -181,6 +182,10 @@ class Keeper:
     def _list(self) -> tuple[list[Row], Slots]:
         commands = [Command.of("KV.PREFIX.LIST", start) for start in self._starts]
         *lists, info = self._lane.exchange([*commands, Command.of("KV.PREFIX.INFO")], _PATIENCE)
+        refused = next((reply for reply in lists if isinstance(reply, ServerError)), None)
+        if refused is not None and self._budget is not None:
+            # What cannot be counted cannot be kept within a budget.
+            raise StoreFailed(refused.code, str(refused))
         return [row for reply in lists for row in _rows(reply)], Slots.of(info)
 
     def _nodes(self, listed: Sequence[Row]) -> dict[bytes, Node]:
