@@ -34,8 +34,8 @@ from pion_vllm_mlx.attend_wire import (
 from pion_vllm_mlx.decode_session import DecodeSession
 from pion_vllm_mlx.manifest import LeafEntry, Manifest
 from pion_vllm_mlx.restore import Found, Miss
-from pion_vllm_mlx.transport import Patience, ServerError, TransportError
-from pion_vllm_mlx.transport.binary import ColdEntry, Forgotten
+from pion_vllm_mlx.transport import Patience, ServerError
+from pion_vllm_mlx.transport.binary import ColdEntry
 
 T = TypeVar("T")
 
@@ -209,7 +209,10 @@ class WirePrefix:
                     raise
                 self._rehydrate()
                 answer = query()
-        except (ColdEntry, Forgotten, ServerError, TransportError, Miss, ValueError) as error:
+        except NoSessions:
+            raise
+        except Exception as error:
+            # Whatever it is, whoever generates has done nothing wrong.
             self.is_lost = True
             self._tell(error)
             raise RemoteLost(str(error)) from error

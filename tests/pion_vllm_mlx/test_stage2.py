@@ -26,6 +26,7 @@ from pion_server.attend.requests import DIMS
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.attend_wire import HEAD_DIMS
 from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache, plain_prompt_cache
+from pion_vllm_mlx.transport import ServerError
 from tests.attention_client import AttentionClient, normal
 from tests.pion_vllm_mlx.tiny import PREFIX, VOCAB, tiny_llama
 
@@ -400,6 +401,48 @@ def test_the_longest_namespace_has_a_session(server: Callable[..., Server], mode
     with PionPromptCache(model, port=running.port, stage2=True) as pc:
         cache = make_pion_prompt_cache(model, name, pc, len(PREFIX))
         assert isinstance(cache[0], RemoteKVCache)
+
+
+def test_a_tenant_has_both_lanes_and_sees_nobody_else_s_sessions(
+    server: Callable[..., Server], model: Any
+) -> None:
+    running = server("--requirepass", "sesame", "--tenant", "ann=a", "--tenant", "bob=b")
+    ann, bob = (
+        {"port": running.port, "stage2": True, "username": name, "password": name[0]}
+        for name in ("ann", "bob")
+    )
+    with PionPromptCache(model, **ann) as first:
+        first.get_or_prefill(PREFIX, NAME)
+        assert first.flush()
+        assert first.lookup(NAME)
+    with PionPromptCache(model, **bob) as other:
+        assert not other.lookup(NAME)
+        assert other.open_remote(NAME, len(PREFIX)) is None
+        with pytest.raises(ServerError, match="session not found"):
+            other.attend_query(NAME, 0, normal(1, 2, 1, 32))
+    for port in (None, 0):
+        with PionPromptCache(model, **ann, binary_port=port) as pc:
+            found = logits(model, opened(pc, model), REST)
+            assert close(found, logits(model, ordinary(model), REST))
+            used = "attend_resp" if port == 0 else "attend_binary"
+            assert pc.stats()[used] == 2 * len(REST)
+
+
+def test_quantised_caches_are_rebuilt_here(
+    server: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, running = tiny_llama(head_dim=32), server()
+    quantised: Any = {"port": running.port, "stage2": True, "kv_bits": 4, "kv_group_size": 32}
+    with PionPromptCache(model, **quantised) as first:
+        first.get_or_prefill(PREFIX, NAME)
+        assert first.flush()
+    with (
+        PionPromptCache(model, **quantised) as pc,
+        caplog.at_level(logging.WARNING, "pion_vllm_mlx"),
+    ):
+        cache = make_pion_prompt_cache(model, NAME, pc, len(PREFIX))
+        assert type(cache[0]).__name__ == "QuantizedKVCache"
+    assert "a QuantizedKVCache is not attended to in the server" in caplog.text
 
 
 def test_a_prefix_of_one_token(server: Callable[..., Server], model: Any) -> None:
