@@ -58,8 +58,7 @@ def save_result(
     """
     folder.mkdir(parents=True, exist_ok=True)
     stamp = str(machine["time"]).replace(":", "").replace("-", "")
-    command = " ".join(["python", *sys.orig_argv[1:]])
-    document = {"name": name, "command": command, "machine": machine, **facts, "result": result}
+    document = {"name": name, "command": _command(), "machine": machine, **facts, "result": result}
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     for number in range(1000):
         path = folder / f"{name}-{stamp}{f'-{number}' if number else ''}.json"
@@ -70,6 +69,12 @@ def save_result(
             continue
         return path
     raise FileExistsError(f"a thousand results named {name}-{stamp}")
+
+
+def _command() -> str:
+    """The command line, without where on this machine folders lie."""
+    words = (Path(word).name if word.startswith("/") else word for word in sys.orig_argv[1:])
+    return " ".join(["python", *words])
 
 
 def _blas_name() -> str | None:

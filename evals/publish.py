@@ -26,6 +26,8 @@ from evals.report import newest_results, plot_file, render_report, render_table,
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "results.md"
+#: Benchmarks whose figures README or docs name.
+BENCHES = ("bench-blas",)
 
 _BLOCK = re.compile(
     r"(<!-- result: (?P<name>\w+) (?P<number>\d+) -->\n)(?P<body>.*?)(<!-- end of result -->)",
@@ -35,13 +37,20 @@ _BLOCK = re.compile(
 
 def publish(folder: Path) -> list[Path]:
     """Take over the newest results of `folder` and write all pages; the pages that changed."""
+    folder = folder.resolve()
     PUBLISHED.mkdir(parents=True, exist_ok=True)
     for document in newest_results(folder):
-        for old in PUBLISHED.glob(f"{document['name']}*"):
-            if folder != PUBLISHED or old.name != document["file"]:
+        for old in PUBLISHED.glob(f"{document['name']}-*.json"):
+            if old.name != document["file"]:
                 old.unlink()
         if folder != PUBLISHED:
             shutil.copy(folder / document["file"], PUBLISHED / document["file"])
+    for name in BENCHES:
+        paths = sorted(folder.glob(f"{name}-*.json"))
+        if paths and folder != PUBLISHED:
+            for old in PUBLISHED.glob(f"{name}-*.json"):
+                old.unlink()
+            shutil.copy(paths[-1], PUBLISHED)
     documents = newest_results(PUBLISHED)
     for document in documents:
         for plot in document["result"]["plots"]:

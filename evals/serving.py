@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pion_vllm_mlx.blas import child_environment
 from pion_vllm_mlx.local_server import LocalServer
+from pion_vllm_mlx.transport import Command, Patience, ServerError
+from pion_vllm_mlx.transport.resp import RespConnection
 
 #: As the design starts it. What of this is a default here is accepted all the same.
 SERVER_FLAGS = ("--kvcache", "--metal-attention", "-w", "1")
@@ -27,6 +31,20 @@ def local_server(*flags: str) -> Iterator[LocalServer]:
             folder / "data", folder / "server.log", flags, child_environment()
         ) as server:
             yield server
+
+
+class Caller:
+    """One connection for single commands; error replies are raised. Closed with its object."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = RespConnection("127.0.0.1", port, deadline=time.monotonic() + 5)
+
+    def __call__(self, *words: Any) -> Any:
+        patience = Patience(first_byte=120, stall=60)
+        (reply,) = self._connection.exchange([Command(words)], patience)
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
 
 
 @contextmanager

@@ -12,7 +12,6 @@ quiet tenth of the rounds (10th percentile) is given beside the median.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -22,9 +21,7 @@ from numpy.typing import NDArray
 
 from evals.needles import found_by, plant_needles
 from evals.rounds import interleave, medians
-from evals.serving import local_server
-from pion_vllm_mlx.transport import Command, Patience, ServerError
-from pion_vllm_mlx.transport.resp import RespConnection
+from evals.serving import Caller, local_server
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -51,24 +48,14 @@ def run(rounds: int = 100) -> Mapping[str, Any]:
         }
 
 
-class _Wire:
-    """One connection; error replies are raised, and the bytes sent are counted."""
-
-    def __init__(self, port: int) -> None:
-        self._connection = RespConnection("127.0.0.1", port, deadline=time.monotonic() + 5)
-
-    def call(self, *words: Any) -> Any:
-        patience = Patience(first_byte=120, stall=30)
-        (reply,) = self._connection.exchange([Command(words)], patience)
-        if isinstance(reply, ServerError):
-            raise reply
-        return reply
+class _Wire(Caller):
+    """The commands that are measured, on one connection."""
 
     def store(self, sid: str, k: F32, v: F32) -> None:
-        self.call("ATTEND.PREFIX.STORE", sid, 0, *k.shape, _blob(k), _blob(v))
+        self("ATTEND.PREFIX.STORE", sid, 0, *k.shape, _blob(k), _blob(v))
 
     def answer(self, *words: Any) -> F32:
-        return np.frombuffer(self.call(*words), np.float32)
+        return np.frombuffer(self(*words), np.float32)
 
 
 def _compare_query(wire: _Wire, rounds: int) -> dict[str, Any]:
@@ -87,7 +74,7 @@ def _compare_query(wire: _Wire, rounds: int) -> dict[str, Any]:
     if difference > 1e-5:
         raise RuntimeError(f"the two attentions differ by {difference}")
     seconds = interleave(
-        {"bare MLX": bare, "QUERY": lambda: wire.call(*words), "PING": lambda: wire.call("PING")},
+        {"bare MLX": bare, "QUERY": lambda: wire(*words), "PING": lambda: wire("PING")},
         rounds,
     )
     ratios = {}
@@ -106,11 +93,11 @@ def _compare_reuse(wire: _Wire, rounds: int) -> dict[str, Any]:
     def resident() -> None:
         wire.store("reuse", k, v)
         for _ in range(10):
-            wire.call(*_query("reuse", q))
+            wire(*_query("reuse", q))
 
     def resent() -> None:
         for _ in range(10):
-            wire.call(*one_shot)
+            wire(*one_shot)
 
     seconds = interleave({"STORE + 10 QUERY": resident, "10 QUERYBATCH": resent}, rounds)
     middle = medians(seconds)
@@ -129,7 +116,7 @@ def _count_bytes(wire: _Wire) -> dict[int, int]:
         k = _normal(1, HEADS, tokens, DIM)
         wire.store("bytes", k, k)
         words = _query("bytes", q)
-        wire.call(*words)
+        wire(*words)
         sizes[tokens] = sum(
             len(word if isinstance(word, memoryview) else str(word)) for word in words
         )

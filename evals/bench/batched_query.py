@@ -14,10 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from evals.rounds import interleave, medians
-from evals.serving import SERVER_FLAGS, local_server
+from evals.serving import SERVER_FLAGS, Caller, local_server
 from pion_vllm_mlx.local_server import LocalServer
-from pion_vllm_mlx.transport import Command, Patience, ServerError
-from pion_vllm_mlx.transport.resp import RespConnection
 
 #: Llama-3.2-3B: 8 key-value heads of 128; queries a head, prefix tokens.
 HEADS, DIM, QUERIES, TOKENS = 8, 128, 64, 1024
@@ -35,7 +33,7 @@ def run() -> Mapping[str, Any]:
 
 
 def _compare_batched(server: LocalServer) -> dict[str, Any]:
-    call = _Caller(server)
+    call = Caller(server.port)
     k, v = (_normal(seed, HEADS, TOKENS, DIM) for seed in (1, 2))
     q = _normal(3, HEADS, QUERIES, DIM)
     call("ATTEND.PREFIX.STORE", "m", 0, HEADS, TOKENS, DIM, k.tobytes(), v.tobytes())
@@ -63,7 +61,7 @@ def _compare_batched(server: LocalServer) -> dict[str, Any]:
 
 
 def _measure_warm(server: LocalServer) -> dict[str, Any]:
-    call = _Caller(server)
+    call = Caller(server.port)
     width = HEADS * WARM_DIM
     call("KV.PREFIX.REGISTER", "w", width, "fp16")
     for layer in range(LAYERS):
@@ -90,19 +88,6 @@ def _measure_warm(server: LocalServer) -> dict[str, Any]:
         f" a query behind it {middle['QUERY'] * 1e3:.2f} ms"
     )
     return {"seconds": seconds}
-
-
-class _Caller:
-    """One connection; error replies are raised."""
-
-    def __init__(self, server: LocalServer) -> None:
-        self._connection = RespConnection("127.0.0.1", server.port, deadline=time.monotonic() + 5)
-
-    def __call__(self, *words: Any) -> Any:
-        (reply,) = self._connection.exchange([Command(words)], Patience(first_byte=60, stall=30))
-        if isinstance(reply, ServerError):
-            raise reply
-        return reply
 
 
 def _normal(seed: int, *shape: int) -> Any:

@@ -7,17 +7,14 @@ the design measures, cosine 1.0000.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from evals.serving import SERVER_FLAGS, local_server
+from evals.serving import SERVER_FLAGS, Caller, local_server
 from pion_server.attend import reference
 from pion_vllm_mlx.local_server import LocalServer
-from pion_vllm_mlx.transport import Command, Patience, ServerError
-from pion_vllm_mlx.transport.resp import RespConnection
 
 DIM, TOKENS, LAYERS = 1024, 512, 2
 VQUANTS: Final = ("fp32", "fp16", "int8", "fp8", "mlx4g32", "turbo4", "turbo3", "turbo2")
@@ -64,33 +61,23 @@ def _bytes_held(server: LocalServer) -> int:
 def _measure_attention(server: LocalServer) -> dict[str, dict[str, float]]:
     figures = {}
     print(f"\n{'H, N, D, M':<20}{'difference':>12}{'cosine':>10}")
-    connection = RespConnection("127.0.0.1", server.port, deadline=time.monotonic() + 5)
-    try:
-        for number, (heads, tokens, dim, queries) in enumerate(SHAPES):
-            random = np.random.default_rng(number)
-            k, v = (random.standard_normal((heads, tokens, dim), np.float32) for _ in "kv")
-            q = random.standard_normal((heads, queries, dim), np.float32)
-            sid = f"strict{number}"
-            blobs = k.tobytes(), v.tobytes()
-            _call(connection, "ATTEND.PREFIX.STORE", sid, 0, heads, tokens, dim, *blobs)
-            words = ("ATTEND.PREFIX.QUERY", sid, 0, heads, dim, tokens, q.tobytes())
-            reply = np.frombuffer(_call(connection, *words), np.float32)
-            out = reply[: q.size].reshape(q.shape)
-            wanted, _ = reference.query(q, k, v)
-            name = f"{heads}, {tokens}, {dim}, {queries}"
-            figures[name] = {
-                "difference": float(np.abs(out - wanted).max()),
-                "cosine": float(reference.cosine(out, wanted)),
-            }
-            one = figures[name]
-            print(f"{name:<20}{one['difference']:>12.1e}{one['cosine']:>10.6f}")
-    finally:
-        connection.close()
+    call = Caller(server.port)
+    for number, (heads, tokens, dim, queries) in enumerate(SHAPES):
+        random = np.random.default_rng(number)
+        k, v = (random.standard_normal((heads, tokens, dim), np.float32) for _ in "kv")
+        q = random.standard_normal((heads, queries, dim), np.float32)
+        sid = f"strict{number}"
+        blobs = k.tobytes(), v.tobytes()
+        call("ATTEND.PREFIX.STORE", sid, 0, heads, tokens, dim, *blobs)
+        words = ("ATTEND.PREFIX.QUERY", sid, 0, heads, dim, tokens, q.tobytes())
+        reply = np.frombuffer(call(*words), np.float32)
+        out = reply[: q.size].reshape(q.shape)
+        wanted, _ = reference.query(q, k, v)
+        name = f"{heads}, {tokens}, {dim}, {queries}"
+        figures[name] = {
+            "difference": float(np.abs(out - wanted).max()),
+            "cosine": float(reference.cosine(out, wanted)),
+        }
+        one = figures[name]
+        print(f"{name:<20}{one['difference']:>12.1e}{one['cosine']:>10.6f}")
     return figures
-
-
-def _call(connection: RespConnection, *words: Any) -> Any:
-    (reply,) = connection.exchange([Command(words)], Patience(first_byte=60, stall=30))
-    if isinstance(reply, ServerError):
-        raise reply
-    return reply

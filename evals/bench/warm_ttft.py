@@ -8,17 +8,14 @@ interpreter with the model loaded; what is stored is stored meanwhile. Also the 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from evals.rounds import medians
-from pion_vllm_mlx.blas import child_environment
-from pion_vllm_mlx.demo_request import Job, Outcome, read_outcome
+from evals.tables.cross_instance import answer_in_process, run_child
+from pion_vllm_mlx.demo_request import Job, Outcome
 from pion_vllm_mlx.local_server import LocalServer
 from pion_vllm_mlx.small_model import small_model_dir
 
@@ -87,29 +84,13 @@ def run() -> Mapping[str, Any]:
 
 
 def _request(server: LocalServer, folder: Path, model: str) -> Outcome:
-    path = folder / "outcome.json"
-    path.unlink(missing_ok=True)
-    job = folder / "job.json"
-    job.write_text(json.dumps(asdict(Job(model, server.port, TOKENS, 1, str(path)))))
-    _run_child(["-m", "pion_vllm_mlx.demo_request", str(job)])
-    return read_outcome(path)
+    return answer_in_process(Job(model, server.port, TOKENS, 1, str(folder / "outcome.json")))
 
 
 def _read_file(folder: Path, model: str) -> dict[str, float]:
     path = folder / "file.json"
     path.unlink(missing_ok=True)
     file = str(folder / "cache.safetensors")
-    _run_child(["-c", _FILE_LANE, model, str(TOKENS), file, str(path)])
+    run_child(["-c", _FILE_LANE, model, str(TOKENS), file, str(path)])
     document: dict[str, float] = json.loads(path.read_text())
     return document
-
-
-def _run_child(arguments: list[str]) -> None:
-    # Its exit status says nothing: MLX's CPU build may abort at the end. What it wrote counts.
-    subprocess.run(
-        [sys.executable, *arguments],
-        env=child_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )

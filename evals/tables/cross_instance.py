@@ -53,15 +53,19 @@ def answer_in_process(job: Job) -> Outcome:
     path.unlink(missing_ok=True)
     job_file = path.with_suffix(".job")
     job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
-    # Its exit status says nothing: MLX's CPU build may abort at the end. What it wrote counts.
+    run_child(["-m", "pion_vllm_mlx.demo_request", str(job_file)])
+    return read_outcome(path)
+
+
+def run_child(arguments: list[str]) -> None:
+    """Run Python with a real BLAS. Its exit status says nothing: MLX's CPU build may abort."""
     subprocess.run(
-        [sys.executable, "-m", "pion_vllm_mlx.demo_request", str(job_file)],
+        [sys.executable, *arguments],
         env=child_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         check=False,
     )
-    return read_outcome(path)
 
 
 def _lookup(server: LocalServer, job: Job) -> str:

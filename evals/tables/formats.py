@@ -8,7 +8,8 @@ given the right number, digit by digit, and must choose each digit itself: from 
 and from symmetric codes in groups of 32. The last two are no storage formats, only what the design
 decided against.
 
-Expected: fp32 exact; `mlx4g32` keeps more digits than groups of 64, and errs less than symmetric.
+Expected: fp32 exact; `mlx4g32` keeps no fewer digits than groups of 64, and errs less than either
+of the other two.
 """
 
 from __future__ import annotations

@@ -23,13 +23,11 @@ import numpy as np
 from evals.findings import NOT_MEASURED, Bar, Findings, Quoted, Table
 from evals.lanes import APPROXIMATE, LANES, Prefix
 from evals.needles import found_by, plant_needles
-from evals.serving import SERVER_FLAGS, local_server
+from evals.serving import SERVER_FLAGS, Caller, local_server
 from evals.setting import Setting
 from evals.speaking import speak
 from evals.texts import read_long_text, split_prompt
 from pion_vllm_mlx.local_server import LocalServer
-from pion_vllm_mlx.transport import Command, Patience, ServerError
-from pion_vllm_mlx.transport.resp import RespConnection
 
 LENGTHS: Final = (512, 1024, 2048)
 DEPTHS: Final = (0.0, 0.5, 0.9)
@@ -125,15 +123,8 @@ def _ask_kernel(server: LocalServer, length: int, needles: int) -> dict[str, Any
     rng = np.random.default_rng(length)
     k, v = (rng.standard_normal((KV_HEADS, length, DIM), dtype=np.float32) for _ in "kv")
     queries, answers = plant_needles(k, v, needles, HEADS)
-    connection = RespConnection("127.0.0.1", server.port, deadline=time.monotonic() + 5)
+    call = Caller(server.port)
     head_map = bytes(head // (HEADS // KV_HEADS) for head in range(HEADS))
-
-    def call(*words: Any) -> Any:
-        (reply,) = connection.exchange([Command(words)], Patience(first_byte=120, stall=60))
-        if isinstance(reply, ServerError):
-            raise reply
-        return reply
-
     call("ATTEND.PREFIX.STORE", "niah", 0, KV_HEADS, length, DIM, k.tobytes(), v.tobytes())
     sizes = ("niah", 0, HEADS, DIM)
 
@@ -145,17 +136,14 @@ def _ask_kernel(server: LocalServer, length: int, needles: int) -> dict[str, Any
         return call("ATTEND.PREFIX.QUERY_FUSED", *sizes, 0, KV_HEADS, query, b"", b"", head_map)
 
     result: dict[str, Any] = {"needles": needles}
-    try:
-        for way, ask in (("blocks", by_blocks), ("dense", dense)):
-            ask(queries[0].tobytes())  # the first makes the summaries of blocks
-            started = time.perf_counter()
-            result[way] = sum(
-                found_by(np.frombuffer(ask(query.tobytes()), np.float32), answer)
-                for query, answer in zip(queries, answers, strict=True)
-            )
-            result[f"{way}_ms"] = (time.perf_counter() - started) / needles * 1e3
-    finally:
-        connection.close()
+    for way, ask in (("blocks", by_blocks), ("dense", dense)):
+        ask(queries[0].tobytes())  # the first makes the summaries of blocks
+        started = time.perf_counter()
+        result[way] = sum(
+            found_by(np.frombuffer(ask(query.tobytes()), np.float32), answer)
+            for query, answer in zip(queries, answers, strict=True)
+        )
+        result[f"{way}_ms"] = (time.perf_counter() - started) / needles * 1e3
     return result
 
 

@@ -1,1 +1,0 @@
-"""What one does to a running server from a shell: one module a subcommand."""
