@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from .prompt_memory import BLOCK, GRAIN
+from .prompt_memory import BLOCK
 
+#: Stored checkpoints lie at multiples of this many tokens.
+GRAIN: Final = 64
 #: Tokens between two stops that no message asks for.
 STRIDE: Final = 512
 
