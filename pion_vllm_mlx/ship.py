@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,8 @@ from pion_vllm_mlx.transport import Command, Lane, Reply
 
 #: Packed bytes held at once: the replies to so many are awaited before more are encoded.
 _BATCH: Final = 32 << 20
+#: Seconds of encoding after which what is ready is sent: a fill is a lease that writes renew.
+_LONGEST_SILENCE: Final = 5.0
 
 
 class Outcome(enum.Enum):
@@ -108,17 +111,18 @@ def _write(fill: Fill, shipment: Shipment, base: Manifest | None) -> int:
     if shipment.pieces and base is None:
         # Not for an extension: of a session evicted meanwhile it must not make an empty one.
         fill.write([fill.register(shipment.pieces, shipment.prefill_ms)])
-    sent, checksums = 0, {}
+    sent, waiting, checksums = 0, 0, {}
     commands: list[Command] = []
-    waiting = 0
+    wrote_at = time.monotonic()
     for piece in shipment.pieces:
         data = piece.pack()
         start, checksums[piece.place] = _compare(data, piece, kept.get(piece.place))
         commands += fill.rows(piece, data, start)
         waiting += len(data) - start * piece.format.packed_row_bytes
-        if waiting >= _BATCH:
+        if waiting >= _BATCH or time.monotonic() - wrote_at > _LONGEST_SILENCE:
             fill.write(commands)
             sent, waiting, commands = sent + waiting, 0, []
+            wrote_at = time.monotonic()
     fill.write([*commands, *fill.blobs(shipment.blobs)])
     fill.seal(shipment.manifest(checksums))
     return sent + waiting + sum(len(blob) for _, blob in shipment.blobs)

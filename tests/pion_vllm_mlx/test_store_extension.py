@@ -154,6 +154,36 @@ def test_a_server_killed_while_a_prefix_grows_shows_no_mixture(
             assert is_hit(again.port, "ns")
 
 
+class Counting(Endpoint):
+    """Notes the rows of each exchange."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port=port, connect_timeout=PATIENT)
+        self.pipelines: list[int] = []
+
+    def exchange(
+        self, commands: Sequence[Command], patience: Patience, *, retry: bool = True
+    ) -> list[Reply]:
+        self.pipelines.append(sum(command.words[0] == "V.STOREBATCH" for command in commands))
+        return super().exchange(commands, patience, retry=retry)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_BATCH", 1), ("_LONGEST_SILENCE", -1.0)])
+def test_much_or_slowly_encoded_rows_are_sent_in_parts(
+    shared: Server, namespace: str, limit: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that memory stays bounded, and the fill's lease is renewed in time."""
+    lane = Counting(shared.port)
+    assert store(shared.port, namespace, LONG, lane=lane)["bytes_stored"] == len(LONG) * ROW
+    monkeypatch.setattr(f"pion_vllm_mlx.ship.{limit}", value)
+    parts = Counting(shared.port)
+    stats = store(shared.port, f"{namespace}2", LONG, lane=parts)
+    assert stats["bytes_stored"] == len(LONG) * ROW
+    assert [count for count in lane.pipelines if count] == [4]
+    assert [count for count in parts.pipelines if count] == [1, 1, 1, 1]
+    assert is_hit(shared.port, f"{namespace}2")
+
+
 class Meddling(Endpoint):
     """Lets somebody else act just before rows are sent."""
 
