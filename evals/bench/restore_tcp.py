@@ -89,7 +89,9 @@ def _measure(name: str, model: Any, tokens: int, rounds: int) -> Mapping[str, An
         file = str(Path(folder) / "cache.safetensors")
         with (
             LocalServer(Path(folder) / "data", Path(folder) / "server.log") as server,
-            PionPromptCache(model, port=server.port, timeout=10, held_bytes=0) as over_tcp,
+            PionPromptCache(
+                model, port=server.port, timeout=10, held_bytes=0, store="sync"
+            ) as over_tcp,
             PionPromptCache(model, port=server.port, timeout=10) as in_process,
         ):
             _stock.save_prompt_cache(file, over_tcp.get_or_prefill(ids, name))
