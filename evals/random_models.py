@@ -18,7 +18,7 @@ VOCAB = 512
 HYBRID_LAYERS, HYBRID_INTERVAL = 32, 4
 
 
-def random_hybrid(seed: int, layers: int = HYBRID_LAYERS) -> Any:
+def random_hybrid(seed: int, layers: int = HYBRID_LAYERS, vocab: int = VOCAB) -> Any:
     """A qwen3_5 with the layer pattern of Qwen3.5-4B (24 + 8) and narrow layers, float32."""
     text = {
         "model_type": "qwen3_5_text",
@@ -33,7 +33,7 @@ def random_hybrid(seed: int, layers: int = HYBRID_LAYERS) -> Any:
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "max_position_embeddings": 16_384,
     }
     arguments = qwen3_5.ModelArgs(model_type="qwen3_5", text_config=text)

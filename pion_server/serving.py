@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 from pion_server import __version__
+from pion_server.collector import look_once
 from pion_server.commands.dispatch import Dispatcher
 from pion_server.config import Config
 from pion_server.doors import Doors, bind_doors, start_listening
@@ -133,6 +134,7 @@ async def _serve_until_stopped(
     start_preloading()
     # Everything made so far lives as long as the process: the collector need not look at it.
     gc.freeze()
+    look_once()
     reason = await stopped
     status.write("stopping")
     await server.stop()

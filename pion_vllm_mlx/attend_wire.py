@@ -8,7 +8,8 @@ arrays that do not go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.decode_session import DecodeSession, Rows
+from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.transport import (
     Command,
     Lane,
@@ -41,20 +43,23 @@ class NoSessions(Exception):
 
 
 class AttendWire:
-    """One server's attention engine. `count(name)` is told of every query: by lane."""
+    """One server's attention engine. `tally` counts the answers of each lane, and their time.
+
+    Queries wait as long as `patience` says, or the wire's own where they are given none.
+    """
 
     def __init__(
         self,
         lane: Lane,
         binary: BinaryLane | None,
-        count: Callable[[str], None],
+        tally: Tally,
         patience: Patience | None = None,
     ) -> None:
         self._lane = lane
         self.binary = binary
         #: False once the server turned out to know nothing of decode sessions.
         self.keeps_suffixes = True
-        self._count = count
+        self._tally = tally
         # A query may wait for the queries of others: one thread computes for all.
         self.patience = patience or Patience(first_byte=10, stall=5, total=60)
 
@@ -83,14 +88,19 @@ class AttendWire:
     # --- asking ------------------------------------------------------------------------------
 
     def query(
-        self, sid: bytes, layer: int, queries: F32, window: int | None = None
+        self,
+        sid: bytes,
+        layer: int,
+        queries: F32,
+        window: int | None = None,
+        patience: Patience | None = None,
     ) -> tuple[F32, F32]:
         """QUERY: attention of `[H][M][D]` over the prefix, and its log-sum-exp `[H][M]`."""
         heads, rows, dim = _shape(queries, "queries")
         # A lone query is answered without its log-sum-exp, so it goes out twice.
         asked = queries if rows > 1 else np.repeat(queries, 2, axis=1)
         words = ("ATTEND.PREFIX.QUERY", sid, layer, heads, dim, _LONGEST_SUFFIX, _bytes(asked))
-        flat = self._ask((*words, *_given(window)), asked.size + asked.size // dim)
+        flat = self._ask((*words, *_given(window)), asked.size + asked.size // dim, patience)
         out = flat[: asked.size].reshape(asked.shape)
         lse = flat[asked.size :].reshape(asked.shape[:2])
         return out[:, :rows], lse[:, :rows]
@@ -104,11 +114,13 @@ class AttendWire:
         suffix_values: F32,
         head_map: bytes,
         window: int | None = None,
+        patience: Patience | None = None,
     ) -> F32:
         """QUERY_FUSED: prefix and causal suffix in one softmax, as `queries`; binary lane first."""
         heads, _, dim = _shape(queries, "queries")
         kv_heads, count = check_suffix(suffix_keys, suffix_values, heads, dim)
         check_map(head_map, heads, kv_heads)
+        started = time.perf_counter()
         if self.binary is not None and self.binary.usable:
             try:
                 out = self.binary.query_fused(
@@ -119,21 +131,21 @@ class AttendWire:
                     suffix_values,
                     head_map,
                     window,
-                    self.patience,
+                    patience or self.patience,
                 )
             except (Declined, TransportError, ValueError):
                 pass  # RESP says why, or works
             else:
-                self._count("attend_binary")
+                self._answered("attend_binary", started)
                 return out
         sizes = (heads, dim, count, kv_heads)
         blobs = (_bytes(queries), _bytes(suffix_keys), _bytes(suffix_values), head_map)
         words = ("ATTEND.PREFIX.QUERY_FUSED", sid, layer, *sizes, *blobs, *_given(window))
-        return self._ask(words, queries.size).reshape(queries.shape)
+        return self._ask(words, queries.size, patience).reshape(queries.shape)
 
-    def open_session(self, sid: bytes, tokens: int) -> DecodeSession:
+    def open_session(self, sid: bytes, tokens: int, patience: Patience) -> DecodeSession:
         """A suffix behind the `tokens` tokens of `sid`; nothing is sent yet."""
-        return DecodeSession(self._lane, self.binary, sid, tokens, self.patience)
+        return DecodeSession(self._lane, self.binary, sid, tokens, patience)
 
     def step(
         self,
@@ -145,6 +157,7 @@ class AttendWire:
         head_map: bytes,
     ) -> tuple[F32, F32]:
         """`DecodeSession.attend`; NoSessions where the server has none."""
+        started = time.perf_counter()
         try:
             parts = session.attend(layer, queries, length, rows, head_map)
         except ServerError as error:
@@ -152,7 +165,7 @@ class AttendWire:
                 raise NoSessions from error
             raise
         binary = self.binary is not None and self.binary.usable
-        self._count("attend_binary" if binary else "attend_resp")
+        self._answered("attend_binary" if binary else "attend_resp", started)
         return parts
 
     def query_sparse_auto(
@@ -185,6 +198,7 @@ class AttendWire:
         head_map: bytes,
         window: int | None = None,
         selector: str = "block_mean",
+        patience: Patience | None = None,
     ) -> F32:
         """QUERY_SPARSE_AUTO_FUSED: `[H_q][D]` over the best blocks and the whole suffix."""
         heads, dim = _flat_shape(queries)
@@ -194,21 +208,27 @@ class AttendWire:
         sizes = (heads, dim, *blocks, kv_heads, count)
         blobs = (_bytes(queries), _bytes(suffix_keys), _bytes(suffix_values), head_map)
         words = ("ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED", sid, layer, *sizes, *blobs, *options)
-        return self._ask(words, queries.size).reshape(queries.shape)
+        return self._ask(words, queries.size, patience).reshape(queries.shape)
 
-    def _ask(self, words: Sequence[Any], floats: int) -> F32:
+    def _ask(self, words: Sequence[Any], floats: int, patience: Patience | None = None) -> F32:
         """One command whose answer is so many floats, received where they are returned."""
         target = np.empty(floats, np.float32)
 
         def place(index: int, nbytes: int) -> memoryview | None:
             return target.data.cast("B") if nbytes == target.nbytes else None
 
-        (reply,) = self._lane.exchange([Command(tuple(words), place)], self.patience)
+        started = time.perf_counter()
+        command = Command(tuple(words), place)
+        (reply,) = self._lane.exchange([command], patience or self.patience)
         body = _value(reply)
         if not isinstance(body, bytes | bytearray | memoryview) or len(body) != target.nbytes:
             raise ProtocolError(f"{words[0]} is answered by {target.nbytes} bytes")
-        self._count("attend_resp")
+        self._answered("attend_resp", started)
         return target
+
+    def _answered(self, lane: str, started: float) -> None:
+        self._tally.add(lane)
+        self._tally.add_seconds("attend_ms_total", time.perf_counter() - started)
 
     def _ok(self, *words: Any) -> None:
         (reply,) = self._lane.exchange([Command(words)], self.patience)

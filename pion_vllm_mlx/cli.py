@@ -15,9 +15,16 @@ from typing import Protocol, cast
 #: Name to module. Their imports must be cheap: all are loaded to print the help.
 SUBCOMMANDS: Mapping[str, str] = {
     "demo": "pion_vllm_mlx.demo",
+    "drop": "pion_vllm_mlx.operations.drop",
     "export": "pion_vllm_mlx.cli_export",
     "import": "pion_vllm_mlx.cli_import",
+    "inspect": "pion_vllm_mlx.operations.inspect",
+    "ls": "pion_vllm_mlx.operations.ls",
+    "pin": "pion_vllm_mlx.operations.pin",
+    "save": "pion_vllm_mlx.operations.save",
     "serve": "pion_vllm_mlx.serve.command",
+    "stats": "pion_vllm_mlx.operations.stats",
+    "warm": "pion_vllm_mlx.operations.warm",
 }
 
 _EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted"

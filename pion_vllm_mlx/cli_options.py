@@ -72,9 +72,7 @@ def connect(options: argparse.Namespace) -> tuple[Endpoint, bytes, Patience]:
         namespace = check_namespace(options.namespace)
     except ValueError as error:
         raise Failed(error) from error
-    password = None
-    if options.password_file is not None:
-        password = _read(options.password_file).partition("\n")[0].rstrip("\r")
+    password = None if options.password_file is None else read_password(options.password_file)
     server = Endpoint(
         options.host,
         options.port,
@@ -83,6 +81,11 @@ def connect(options: argparse.Namespace) -> tuple[Endpoint, bytes, Patience]:
         connect_timeout=_CONNECT,
     )
     return server, namespace, Patience(first_byte=_ANSWER)
+
+
+def read_password(path: str | Path) -> str:
+    """The first line of a file. Raises Failed."""
+    return _read(Path(path)).partition("\n")[0].rstrip("\r")
 
 
 def load_model(path: str) -> tuple[Any, Any]:

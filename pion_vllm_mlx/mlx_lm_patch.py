@@ -4,7 +4,8 @@
     cache = make_pion_prompt_cache(model, namespace, prompt_cache, prefix_len)
     text = generate(model, tokenizer, rest_of_the_prompt, prompt_cache=cache)
 
-This is the documented face of `pion_patches`; it holds no code of its own.
+`prompt_cache` is the `PionPromptCache` that computed the prefix or, with ``stage2=True``, one that
+leaves it in the server. This is the documented face of `pion_patches`; it holds no code of its own.
 """
 
 from __future__ import annotations

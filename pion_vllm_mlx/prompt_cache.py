@@ -22,15 +22,9 @@ import mlx.core as mx
 
 from pion_patches.attention import is_installed
 from pion_patches.cache_rebuild import (
-    CacheImage,
-    RebuildError,
-    UnsupportedCache,
-    dismantle,
     evaluate,
-    rebuild,
 )
 from pion_patches.hybrid import classify, is_hybrid
-from pion_patches.inproc import lane_is_off
 from pion_vllm_mlx.arguments import check_ids, check_namespace, vocab_size_of
 from pion_vllm_mlx.attend_queries import AttendQueries
 from pion_vllm_mlx.calls import CallThread, Ticket
@@ -38,18 +32,19 @@ from pion_vllm_mlx.held import HeldPrefixes
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage import Lineage
 from pion_vllm_mlx.model_survey import Glance
+from pion_vllm_mlx.named_prefixes import NamedPrefixes
 from pion_vllm_mlx.namespace import make_namespace, model_fingerprint
-from pion_vllm_mlx.prefill import Progress, prefill
+from pion_vllm_mlx.prefill import Progress
 from pion_vllm_mlx.prefix_reuse import PrefixReuse
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.rates import Rates
-from pion_vllm_mlx.restore import Miss, fetch_prefix, find_prefix, has_manifest
+from pion_vllm_mlx.restore import Miss, has_manifest
 from pion_vllm_mlx.split_prefixes import SplitPrefixes
 from pion_vllm_mlx.stage2 import Stage2
 from pion_vllm_mlx.storing import Mode, Storing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
-from pion_vllm_mlx.transport import GivenUp, Lane, Patience, TransportError
+from pion_vllm_mlx.transport import Lane, Patience, TransportError
 from pion_vllm_mlx.transport.binary import BinaryLane
 from pion_vllm_mlx.transport.endpoint import Endpoint
 
@@ -142,7 +137,7 @@ class PionPromptCache(AttendQueries):
         self._tally = Tally()
         self._prefilling = ProcessLock(reentrant=True)
         self._calls = CallThread()
-        self._held = HeldPrefixes(held_bytes)
+        self._rates = Rates()
         self._split = SplitPrefixes(model, self._tally)
         #: By namespace, for `make_pion_prompt_cache`.
         self._mlx_prefix_kv = self._split.store
@@ -152,7 +147,6 @@ class PionPromptCache(AttendQueries):
         self._storing = Storing(
             store, self._lane, self._tier, self._tally, prefill_step_size, store_wait
         )
-        self._rates = Rates()
         #: What serves calls without a namespace; made by the first of them.
         self._reuse: PrefixReuse | None = None
         self._store_mode, self._store_wait, self._held_bytes = store, store_wait, held_bytes
@@ -168,6 +162,20 @@ class PionPromptCache(AttendQueries):
                     connect_timeout=timeout,
                 )
             self._stage2 = self._make_stage2(binary)
+        self._named = NamedPrefixes(
+            model,
+            self._lane,
+            self._tier,
+            self._tally,
+            self._storing,
+            self._stage2,
+            held=HeldPrefixes(held_bytes),
+            kv_bits=self._kv_bits,
+            prefill_step=prefill_step_size,
+            timeout=timeout,
+            rates=self._rates,
+            computing=self._prefilling,
+        )
         self.fingerprint()
 
     def get_or_prefill(
@@ -200,12 +208,7 @@ class PionPromptCache(AttendQueries):
         if name is None:
             return self._prefixes().get(ids, progress)
         fingerprint = self.fingerprint()
-        cache = self._from_process(name, ids, fingerprint)
-        damaged = 0
-        if cache is None:
-            cache, damaged = self._from_server(name, ids, fingerprint, self._rates)
-        if cache is None:
-            cache = self._from_model(name, ids, fingerprint, progress, damaged)
+        cache = self._named.get(name, ids, fingerprint, progress)
         if is_installed():
             self._split.hold(name, ids, fingerprint, cache)
         return cache
@@ -245,10 +248,7 @@ class PionPromptCache(AttendQueries):
         Nothing but this model's fingerprint and the number of tokens is compared: that the
         namespace stands for the prefix meant is the caller's word. `get_or_prefill` compares ids.
         """
-        name = check_namespace(namespace)
-        fingerprint = self.fingerprint()
-        cache = self._from_process(name, tokens, fingerprint)
-        return cache if cache is not None else self._from_server(name, tokens, fingerprint)[0]
+        return self._named.restore(check_namespace(namespace), tokens, self.fingerprint())
 
     def lookup(self, namespace: str | bytes) -> bool:
         """Whether the server holds a whole prefix under this name; False if it cannot be asked.
@@ -276,6 +276,10 @@ class PionPromptCache(AttendQueries):
         (restores that became slower than a prefill); milliseconds in
         fetch_ms_total (a restore, from the first command to rebuilt caches), store_ms_total (of
         this thread and the storing one), prefill_ms_total.
+
+        With ``stage2``: wire_prefixes (opened to be attended to in the server), wire_losses (given
+        up since), attend_binary and attend_resp (answers of each lane), attend_ms_total (waited
+        for them).
         """
         return self._tally.snapshot()
 
@@ -299,7 +303,7 @@ class PionPromptCache(AttendQueries):
         self._storing.close()
         if self._reuse is not None:
             self._reuse.close()
-        self._held.clear()
+        self._named.clear()
         self._split.clear()
         if self._stage2 is not None:
             self._stage2.clear()
@@ -341,110 +345,6 @@ class PionPromptCache(AttendQueries):
                     computing=self._prefilling,
                 )
             return self._reuse
-
-    def _from_process(
-        self, name: bytes, ids: tuple[int, ...] | int, fingerprint: str
-    ) -> list[Any] | None:
-        image = None if lane_is_off() else self._held.get(name, ids, fingerprint)
-        if image is None:
-            return None
-        try:
-            cache = rebuild(self._template(image.tokens), image)
-        except Exception as error:
-            self._held.drop(name)
-            self._tally.wonder("a prefix held in process could not be rebuilt", error)
-            return None
-        self._tally.add("hits")
-        self._tally.add("hits_in_process")
-        self._tally.add("tokens_restored", image.tokens)
-        return cache
-
-    def _from_server(
-        self,
-        name: bytes,
-        ids: tuple[int, ...] | int,
-        fingerprint: str,
-        rates: Rates | None = None,
-    ) -> tuple[list[Any] | None, int]:
-        """A restored cache or None; then also the generation of a manifest found to be wrong.
-
-        With `rates` only if it is likely to be sooner than a prefill.
-        """
-        started = time.perf_counter()
-        gen = 0
-        try:
-            found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
-            gen = found.gen
-            restored = fetch_prefix(self._lane, name, found, self.timeout, rates=rates)
-            cache = rebuild(self._template(restored.image.tokens), restored.image)
-        except Miss as miss:
-            self._tally.add_miss(miss.reason)
-            return None, gen
-        except GivenUp:
-            self._tally.add_miss("slower")
-            self._tally.add("given_up")
-            return None, 0
-        except TransportError:
-            self._tally.add_miss("unavailable")
-            return None, 0
-        except RebuildError:
-            self._tally.add_miss("rebuild")
-            return None, gen
-        except Exception as error:
-            self._tally.add_miss("error")
-            self._tally.wonder("a stored prefix could not be rebuilt", error)
-            return None, gen
-        seconds = time.perf_counter() - started
-        self._rates.add_restore(restored.nbytes, seconds)
-        self._tally.add_seconds("fetch_ms_total", seconds)
-        self._tally.add("hits")
-        self._tally.add("tokens_restored", restored.image.tokens)
-        self._tally.add("bytes_fetched", restored.nbytes)
-        self._hold(name, found.manifest.ids, fingerprint, restored.image)
-        return cache, 0
-
-    def _from_model(
-        self,
-        name: bytes,
-        ids: tuple[int, ...],
-        fingerprint: str,
-        progress: Progress | None,
-        damaged: int,
-    ) -> list[Any]:
-        # One thread at a time: a forward pass takes every core it can get.
-        with self._prefilling:
-            cache = self._from_process(name, ids, fingerprint)  # another thread computed it?
-            if cache is not None:
-                return cache
-            # Caches become quantised on the way, as mlx-lm's do, so they begin as they are.
-            cache = KvBits().template(self.model, 0)
-            step, kv_bits = self.prefill_step_size, self._kv_bits
-            seconds = prefill(self.model, ids, cache, step, progress, kv_bits)
-            self._rates.add_prefill(len(ids), seconds)
-            self._tally.add_seconds("prefill_ms_total", seconds)
-            image = self._image_of(cache, len(ids))
-            if image is not None:
-                self._hold(name, ids, fingerprint, image)
-        if image is not None:
-            stage2 = self._stage2
-            then = stage2.push(name, ids, fingerprint, image) if stage2 is not None else None
-            self._storing.store(name, ids, fingerprint, image, seconds, damaged, then)
-        return cache
-
-    def _image_of(self, cache: list[Any], tokens: int) -> CacheImage | None:
-        try:
-            return dismantle(cache, tokens)
-        except UnsupportedCache as refusal:
-            # Its classes are known, so it is this state: NaN, say. The caller still has use for it.
-            self._tally.warn_once("unsupported", "a prefix cannot be stored: %s", refusal)
-        except Exception as error:
-            self._tally.wonder("a prefix could not be stored", error)
-        self._tally.add("stores_failed")
-        return None
-
-    def _hold(self, name: bytes, ids: tuple[int, ...], fingerprint: str, image: CacheImage) -> None:
-        if not lane_is_off():
-            self._held.hold(name, ids, fingerprint, image)
 
     def _make_stage2(self, binary: BinaryLane | None) -> Stage2:
         return Stage2(

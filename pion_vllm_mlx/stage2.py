@@ -24,9 +24,9 @@ from pion_vllm_mlx.attend_wire import F32, AttendWire, as_f32, is_missing
 from pion_vllm_mlx.restore import (
     Found,
     Miss,
+    check_wanted,
     fetch_prefix,
     find_any_prefix,
-    find_prefix,
 )
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
@@ -61,7 +61,7 @@ class Stage2:
         template: Callable[[int], list[Any]],
         restore: Callable[[tuple[int, ...], bytes], list[Any]],
     ) -> None:
-        self.wire = AttendWire(lane, binary, tally.add)
+        self.wire = AttendWire(lane, binary, tally)
         self._slots = AttendSlots(lane, self.wire, quick)
         self._model = model
         self._lane = lane
@@ -87,8 +87,8 @@ class Stage2:
         """
         sparse = Sparse.of(settings) if settings else None
         try:
-            fingerprint = self._fingerprint()
-            found = find_prefix(self._lane, name, tokens, fingerprint, self._tier, self._quick)
+            found = find_any_prefix(self._lane, name, self._quick)
+            check_wanted(found.manifest, tokens, self._fingerprint(), self._tier)
         except (Miss, TransportError):
             return None
         with self._lock:
@@ -197,9 +197,10 @@ class Stage2:
         sides = {} if self._tier.vquant == "auto" else _rows_of(image)
 
         def push(lane: Lane) -> None:
-            slots = AttendSlots(lane, AttendWire(lane, None, self._tally.add), self._quick)
+            slots = AttendSlots(lane, AttendWire(lane, None, self._tally), self._quick)
             try:
-                found = find_prefix(lane, name, ids, fingerprint, self._tier, self._quick)
+                found = find_any_prefix(lane, name, self._quick)
+                check_wanted(found.manifest, ids, fingerprint, self._tier)
                 layers = wire_layers(found.manifest)
                 if is_exact(found.manifest, layers):
                     slots.warm(name, found, layers)
@@ -208,7 +209,7 @@ class Stage2:
                     slots.store(name, found, rows)
             except NotOnTheWire:
                 return
-            except _Trouble as trouble:
+            except Exception as trouble:
                 self._tell("a prefix was not made ready for attention in the server", trouble)
 
         return push

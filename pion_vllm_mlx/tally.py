@@ -86,4 +86,4 @@ _COUNTS = (
     "evictions",
     "bytes_evicted",
 )
-_TIMES = ("fetch_ms_total", "store_ms_total", "prefill_ms_total")
+_TIMES = ("fetch_ms_total", "store_ms_total", "prefill_ms_total", "attend_ms_total")

@@ -34,15 +34,17 @@ from pion_vllm_mlx.attend_wire import (
 from pion_vllm_mlx.decode_session import DecodeSession
 from pion_vllm_mlx.manifest import LeafEntry, Manifest
 from pion_vllm_mlx.restore import Found, Miss
-from pion_vllm_mlx.transport import ServerError, TransportError
-from pion_vllm_mlx.transport.binary import ColdEntry, Forgotten
+from pion_vllm_mlx.transport import Patience, ServerError
+from pion_vllm_mlx.transport.binary import ColdEntry
 
 T = TypeVar("T")
 
 #: A suffix of more bytes than this is attended to here and merged, instead of sent each time.
 _LARGEST_SUFFIX: Final = 1 << 20
 #: Seconds without a query after which the prefix might have been replaced under its name.
-_FRESH: Final = 0.5
+_FRESH: Final = 0.1
+#: Seconds a query is waited for: no longer than the prefill it saves took, within these.
+_LEAST_WAIT, _LONGEST_WAIT = 2.0, 10.0
 
 
 class NotOnTheWire(Exception):
@@ -157,6 +159,8 @@ class WirePrefix:
         self._rows: dict[int, PrefixRows] | None = None
         self._lock = threading.Lock()
         self._asked_at = time.monotonic()
+        wait = min(max(found.manifest.prefill_ms / 1000, _LEAST_WAIT), _LONGEST_WAIT)
+        self.patience = Patience(first_byte=wait, stall=2.0, total=wait + 10.0)
         # Suffixes of requests that are over: nothing may be sent from within a finalizer.
         self._finished: deque[DecodeSession] = deque()
 
@@ -171,7 +175,7 @@ class WirePrefix:
         """The suffix of one request in the server; those of requests that are over are closed."""
         while self._finished:
             self._finished.popleft().close()
-        session = self.wire.open_session(self.sid, self.tokens)
+        session = self.wire.open_session(self.sid, self.tokens, self.patience)
         weakref.finalize(reader, self._finished.append, session).atexit = False
         return session
 
@@ -205,7 +209,10 @@ class WirePrefix:
                     raise
                 self._rehydrate()
                 answer = query()
-        except (ColdEntry, Forgotten, ServerError, TransportError, Miss, ValueError) as error:
+        except NoSessions:
+            raise
+        except Exception as error:
+            # Whatever it is, whoever generates has done nothing wrong.
             self.is_lost = True
             self._tell(error)
             raise RemoteLost(str(error)) from error
@@ -256,7 +263,9 @@ class WireReader:
         mx.eval(queries)
         asked, prefix = as_f32(queries), self._prefix
         # Window 0, said aloud: the server may have a default of its own.
-        out, lse = prefix.ask(lambda: prefix.wire.query(prefix.sid, layer, asked, 0))
+        out, lse = prefix.ask(
+            lambda: prefix.wire.query(prefix.sid, layer, asked, 0, prefix.patience)
+        )
         return mx.array(out), mx.array(lse)
 
     def _step(
@@ -281,9 +290,10 @@ class WireReader:
     ) -> mx.array:
         prefix, head_map = self._prefix, even_map(queries.shape[0], keys.shape[0])
         asked = as_f32(queries), as_f32(keys), as_f32(values)
-        return mx.array(
-            prefix.ask(lambda: prefix.wire.query_fused(prefix.sid, layer, *asked, head_map, 0))
+        out = prefix.ask(
+            lambda: prefix.wire.query_fused(prefix.sid, layer, *asked, head_map, 0, prefix.patience)
         )
+        return mx.array(out)
 
     def _ask_blocks(
         self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, sparse: Sparse
@@ -293,7 +303,7 @@ class WireReader:
         blocks = (sparse.block, sparse.count)
         out = prefix.ask(
             lambda: prefix.wire.query_sparse_auto_fused(
-                prefix.sid, layer, *asked, blocks, head_map, 0, sparse.selector
+                prefix.sid, layer, *asked, blocks, head_map, 0, sparse.selector, prefix.patience
             )
         )
         return mx.array(out)[:, None]

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from .prompt_memory import BLOCK
+from .prompt_memory import BLOCK, GRAIN
 
-#: Stored checkpoints lie at multiples of this many tokens.
-GRAIN: Final = 64
 #: Tokens between two stops that no message asks for.
 STRIDE: Final = 512
 

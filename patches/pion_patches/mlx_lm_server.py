@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final
 
@@ -25,9 +26,11 @@ from mlx_lm.server import ResponseGenerator
 from ._patch import Patch, PatchConflict, require_signature, require_version
 from .checkpoints import choose_stops, cut_segments, find_wishes
 from .live_caches import has_rows, leaves_of
-from .prompt_memory import PromptMemory
+from .prompt_memory import GRAIN, PromptMemory
 
 log = logging.getLogger("pion_patches")
+
+_THREAD = threading.local()
 
 MLX_LM_LOW, MLX_LM_BELOW = "0.32.2", "0.33"
 
@@ -39,6 +42,11 @@ class EvenBatchGenerator(BatchGenerator):
     worse, the state that is kept of it.
     """
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        initialise: Any = super().__init__
+        initialise(*arguments, **options)
+        self._serving: StoppingResponseGenerator | None = getattr(_THREAD, "serving", None)
+
     def _next(self) -> Any:
         waiting = itertools.islice(self._unprocessed_sequences, self.prefill_batch_size)
         running = [entry[0] for entry in self._currently_processing]
@@ -49,15 +57,38 @@ class EvenBatchGenerator(BatchGenerator):
         stock: Any = super()._next
         self.prefill_step_size = min([step, *lengths])
         try:
-            return stock()
+            found = stock()
         finally:
             self.prefill_step_size = step
+        if self._serving is not None:
+            self._pass_states(self._serving)
+        return found
+
+    def _pass_states(self, serving: StoppingResponseGenerator) -> None:
+        """Note the state of each answer that is at a multiple of the grain."""
+        batch = self._generation_batch
+        places = [i for i, tokens in enumerate(batch.tokens) if len(tokens) % GRAIN == 0]
+        if places and serving.is_stateful(self.model):
+            for place in places:
+                cache = batch.extract_cache(place)
+                serving.pass_state(batch.tokens[place], cache)
 
 
 class StoppingResponseGenerator(ResponseGenerator):
     """Cuts the prompts of models that need it, and tells the prompt cache about the model."""
 
     _stateful_model: tuple[Any, bool] = (None, False)
+
+    def _generate(self) -> None:
+        # The batch generator is made in there, by a call that cannot be given anything more.
+        _THREAD.serving = self
+        stock: Any = super()._generate
+        stock()
+
+    def pass_state(self, tokens: list[int], cache: list[Any]) -> None:
+        """An answer under way has come to a multiple of the grain."""
+        if isinstance(self.prompt_cache, PromptMemory):
+            self.prompt_cache.pass_state(self.model_provider.model_key, tokens, cache)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         stock: Any = super()._tokenize
@@ -68,7 +99,7 @@ class StoppingResponseGenerator(ResponseGenerator):
         provider = self.model_provider
         if isinstance(self.prompt_cache, PromptMemory):
             self.prompt_cache.attach(provider.model_key, provider)
-        if vision is None and self._is_stateful(provider.model):
+        if vision is None and self.is_stateful(provider.model):
             wishes: dict[int, str] = {}
             try:
                 wishes = self._wishes(tokenizer, request, args, prompt)
@@ -77,7 +108,8 @@ class StoppingResponseGenerator(ResponseGenerator):
             segments, kinds = cut_segments(segments, kinds, choose_stops(len(prompt), wishes))
         return prompt, segments, kinds, state, vision
 
-    def _is_stateful(self, model: Any) -> bool:
+    def is_stateful(self, model: Any) -> bool:
+        """Whether any of a model's caches cannot be cut at every token."""
         known, stateful = self._stateful_model
         if known is not model:
             leaves = leaves_of(make_prompt_cache(model))

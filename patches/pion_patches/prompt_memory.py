@@ -32,6 +32,8 @@ log = logging.getLogger("pion_patches")
 
 #: The kind of an insertion that brings a state only: a stop inside a prefill.
 BLOCK: Final = "block"
+#: Stored checkpoints lie at multiples of this many tokens.
+GRAIN: Final = 64
 KINDS: Final = ("system", "user", "assistant", BLOCK)
 #: States of prefills that have not ended yet, of all requests together.
 _MOST_PENDING: Final = 512
@@ -59,6 +61,8 @@ class PromptMemory:
         self.counts: Counter[str] = Counter()
         self._entries: OrderedDict[int, Entry] = OrderedDict()
         self._pending: OrderedDict[bytes, tuple[int, States]] = OrderedDict()
+        #: Those among them that were taken while an answer was generated.
+        self._passing: set[bytes] = set()
         self._models: dict[Any, weakref.ref[Any]] = {}
         self._lock = threading.RLock()
         self.fence = Fence()
@@ -101,6 +105,7 @@ class PromptMemory:
                 (number, e) for number, e in self._entries.items() if e.key != model_key
             )
             self._pending.clear()
+            self._passing.clear()
         if self.tier is not None:
             try:
                 self.tier.attach(model_key, provider)
@@ -147,6 +152,26 @@ class PromptMemory:
             self._wonder("a prompt cache could not be kept", error)
         finally:
             prompt_cache.clear()
+
+    def pass_state(self, model: Any, tokens: Sequence[int], cache: Sequence[Any]) -> None:
+        """Note the state of an answer under way, at a multiple of the grain.
+
+        It takes the place of the one before. Where an answer ends is known only when it has, and
+        a tier keeps states at such multiples only: the last one passed is the one it gets.
+        """
+        try:
+            ids = _ids(tokens)
+            state = States.of(cache)
+            mx.eval(list(arrays_of(state.leaves)))
+            name, before = _name(model, ids), _name(model, ids[:-GRAIN])
+            with self._lock:
+                if before in self._passing:
+                    self._passing.discard(before)
+                    self._pending.pop(before, None)
+                self._passing.add(name)
+                self._hold(name, len(ids), state)
+        except Exception as error:
+            self._wonder("a state could not be noted", error)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Let go of the least recently used until no more than that is left."""
@@ -221,20 +246,32 @@ class PromptMemory:
             mx.eval(list(arrays_of([states.leaves for states in entry.states.values()])))
         else:
             mx.eval(list(arrays_of(entry.cache)))
-        if self.tier is not None and tokens.min() >= 0:
-            try:
-                self.tier.store(key, entry.tokens.tolist(), entry.cache)
-            except Exception as error:
-                self._wonder("a prefix could not be given to the second tier", error)
         if kind == BLOCK:
             with self._lock:
                 for count, states in entry.states.items():
-                    self._pending[_name(key, entry.tokens[:count])] = count, states
-                while len(self._pending) > _MOST_PENDING:
-                    self._pending.popitem(last=False)
+                    self._hold(_name(key, entry.tokens[:count]), count, states)
+            self._store(key, entry.tokens, entry.cache)
             return
+        with self._lock:
+            passed = self._adopt(entry)
+        for count in passed:
+            self._store(key, entry.tokens[:count], entry.resume(count))
+        self._store(key, entry.tokens, entry.cache)
         self.counts["inserted"] += 1
         self._keep(entry)
+
+    def _store(self, key: Any, tokens: np.ndarray, cache: list[Any] | None) -> None:
+        if self.tier is None or cache is None or tokens.min() < 0:
+            return
+        try:
+            self.tier.store(key, tokens.tolist(), cache)
+        except Exception as error:
+            self._wonder("a prefix could not be given to the second tier", error)
+
+    def _hold(self, name: bytes, count: int, states: States) -> None:
+        self._pending[name] = count, states
+        while len(self._pending) > _MOST_PENDING:
+            self._passing.discard(self._pending.popitem(last=False)[0])
 
     def _keep(self, entry: Entry) -> None:
         """Put an entry in, take out those it contains, and keep the limits."""
@@ -249,7 +286,6 @@ class PromptMemory:
                         entry.states.setdefault(tokens, states)
                 if common == len(other.tokens):
                     del self._entries[number]
-            self._adopt(entry)
             while entry.nbytes > self.max_bytes:
                 if not entry.thin():
                     self.counts["rejected"] += 1
@@ -258,12 +294,17 @@ class PromptMemory:
             self._entries[self._number] = entry
             self._shrink(self.max_size, self.max_bytes)
 
-    def _adopt(self, entry: Entry) -> None:
-        """Give an entry the states at which its own prefill stopped."""
+    def _adopt(self, entry: Entry) -> list[int]:
+        """Give an entry the states of its own prefill and answer; where the answer's are."""
+        passed = []
         for name, (count, states) in list(self._pending.items()):
             if count <= len(entry.tokens) and name == _name(entry.key, entry.tokens[:count]):
                 entry.states.setdefault(count, states)
                 del self._pending[name]
+                if name in self._passing:
+                    self._passing.discard(name)
+                    passed.append(count)
+        return passed
 
     def _shrink(self, entries: int, nbytes: int) -> None:
         while len(self._entries) > entries:
@@ -276,6 +317,7 @@ class PromptMemory:
                 self.counts["evicted"] += 1
         if self.nbytes > nbytes:
             self._pending.clear()
+            self._passing.clear()
 
     def _wonder(self, what: str, error: Exception) -> None:
         """Tell once about an error nothing above foresees; the request goes on without a cache."""

@@ -256,6 +256,9 @@ def _check_name(command: str, name: Buffer, kind: str, limit: int, prefix: bytes
 
 def _as_reply(error: Exception, name: str) -> CommandError:
     if isinstance(error, CommandError):
+        # Its frames hold the request and, by way of the caller's, itself: a cycle that would keep
+        # a refused blob in memory until the collector comes by.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         return error
     if isinstance(error, MemoryError):
         return OutOfMemory(f"{name}: the process is out of memory")

@@ -12,14 +12,14 @@ from pion_server.store.sessions import namespace_of
 _FILLING = -1
 
 
-@command("KV.PREFIX.LIST", access=Access.TENANT, min_args=1, max_args=1, names="first")
+@command("KV.PREFIX.LIST", access=Access.TENANT, min_args=0, max_args=1)
 def list_prefixes(ctx: Context, args: Args) -> Offload:
-    """KV.PREFIX.LIST <start>
+    """KV.PREFIX.LIST [<start>]
 
     Each namespace that begins with these bytes, longest unused first: name, bytes of rows, bytes of
     state, generation (0: no manifest, -1: being filled), milliseconds unused. Touches nothing.
     """
-    start = bytes(args[0])
+    start = bytes(args[0]) if args else b""
     return Offload(lambda: _list(ctx.state, start))
 
 

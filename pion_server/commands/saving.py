@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from pion_server.collector import collector_paused
 from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.errors import CommandError
 from pion_server.state import ServerState
-from pion_server.store.saving import collector_paused
 
 # How long writers wait at once while the index learns where everything lies now.
 ADOPT_SECONDS = 0.005

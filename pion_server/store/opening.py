@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pion_server.collector import collector_paused
 from pion_server.errors import CommandError, LogFailed
 from pion_server.store.budget import MemoryBudget, Victim
 from pion_server.store.compaction import Compaction
@@ -22,7 +23,7 @@ from pion_server.store.files import (
 )
 from pion_server.store.log import READ_CHUNK, DiskFull, ForeignFile, Record, RecordLog
 from pion_server.store.reading import LogReader
-from pion_server.store.saving import Copying, Saving, collector_paused
+from pion_server.store.saving import Copying, Saving
 from pion_server.store.snapshot import VStoreFreeze, replay
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore

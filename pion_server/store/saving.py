@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -14,19 +12,6 @@ from pion_server.store.compaction import Compaction
 
 if TYPE_CHECKING:
     from pion_server.store.opening import Stores
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: hundreds of thousands of records that all stay would be
-    gone through again and again, with everybody waiting."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Saving:

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pion_vllm_mlx.lineage.blocks import CHECKPOINT, SEGMENT, TRACE
+from pion_vllm_mlx.fill import StoreFailed
+from pion_vllm_mlx.lineage.blocks import BLOCK, CHECKPOINT, SEGMENT, TRACE
 from pion_vllm_mlx.lineage.drafts import Draft
 from pion_vllm_mlx.lineage.search import get_manifest, segment_in
 from pion_vllm_mlx.tally import Tally
-from pion_vllm_mlx.transport import Command, Lane, Patience, Reply
+from pion_vllm_mlx.transport import Command, Lane, Patience, Reply, ServerError
 
 _PATIENCE: Final = Patience(first_byte=5, stall=5, total=30)
 _AT_ONCE: Final = 64
@@ -112,10 +113,11 @@ class Keeper:
         self._lane = lane
         self._prefix = ns_prefix
         self._starts = tuple(ns_prefix + kind for kind in (SEGMENT, CHECKPOINT, TRACE))
+        self._trace = self._starts[2]
         self._budget = budget
         self._tally = tally
-        #: The record each record hangs on, by name and generation.
-        self._parents: dict[tuple[bytes, int], bytes] = {}
+        #: What manifests say, by name and generation; None of a damaged one.
+        self._rests: dict[tuple[bytes, int], Rest | None] = {}
 
     def used_bytes(self) -> int:
         """Rows and state of all records; raises TransportError."""
@@ -180,36 +182,69 @@ class Keeper:
     def _list(self) -> tuple[list[Row], Slots]:
         commands = [Command.of("KV.PREFIX.LIST", start) for start in self._starts]
         *lists, info = self._lane.exchange([*commands, Command.of("KV.PREFIX.INFO")], _PATIENCE)
+        refused = next((reply for reply in lists if isinstance(reply, ServerError)), None)
+        if refused is not None and self._budget is not None:
+            # What cannot be counted cannot be kept within a budget.
+            raise StoreFailed(refused.code, str(refused))
         return [row for reply in lists for row in _rows(reply)], Slots.of(info)
 
     def _nodes(self, listed: Sequence[Row]) -> dict[bytes, Node]:
-        """The tree of what has a manifest. Parents not known yet are read."""
-        whole = [row for row in listed if row.gen > 0]
-        new = [row for row in whole if (row.name, row.gen) not in self._parents]
+        """The tree of what has a manifest. What is not known yet of it is read."""
+        whole = {(row.name, row.gen): row for row in listed if row.gen > 0}
+        new = [key for key in whole if key not in self._rests]
         for at in range(0, len(new), _AT_ONCE):
             batch = new[at : at + _AT_ONCE]
-            replies = self._lane.exchange([get_manifest(row.name) for row in batch], _PATIENCE)
-            for row, reply in zip(batch, replies, strict=True):
-                self._parents[row.name, row.gen] = self._parent(row.name, reply)
-        self._parents = {(row.name, row.gen): self._parents[row.name, row.gen] for row in whole}
+            replies = self._lane.exchange([get_manifest(name) for name, _ in batch], _PATIENCE)
+            self._rests.update(zip(batch, map(_rest_in, replies), strict=True))
+        self._rests = {key: self._rests[key] for key in whole}
+        by_name = {name: rest for (name, _), rest in self._rests.items()}
         return {
             row.name: Node(
                 row.name,
                 row.nbytes,
-                self._parents[row.name, row.gen],
-                row.name.startswith(self._starts[2]),
+                self._parent(row.name, by_name),
+                row.name.startswith(self._trace),
                 row.unused,
                 row.rows,
             )
-            for row in whole
+            for row in whole.values()
         }
 
-    def _parent(self, name: bytes, reply: Reply) -> bytes:
-        segment = segment_in(reply)
-        if segment is None:
-            return name  # gone meanwhile, or damaged: what hangs on itself no root reaches
+    def _parent(self, name: bytes, rests: Mapping[bytes, Rest | None]) -> bytes:
+        """What a record hangs on; itself, which no root reaches, if it rests on rows long gone."""
+        rest = rests[name]
+        if rest is None:
+            return name
+        if not rest.parent:
+            return b""
         kind = SEGMENT if name.startswith(self._starts[0]) else CHECKPOINT
-        return self._prefix + kind + segment.parent.encode() if segment.parent else b""
+        parent = self._prefix + kind + rest.parent.encode()
+        above = rests.get(parent)
+        if above is None or (not name.startswith(self._trace) and not rest.is_on(above)):
+            return name
+        return parent
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a segment rests on, and what may rest on it; see `Segment`."""
+
+    parent: str
+    start: int
+    base: str
+    trail: tuple[str, ...]
+
+    def is_on(self, above: Rest) -> bool:
+        """Whether it was computed on top of the very rows of `above`."""
+        block = (self.start - above.start) // BLOCK
+        return 0 < block <= len(above.trail) and above.trail[block - 1] == self.base
+
+
+def _rest_in(reply: Reply) -> Rest | None:
+    segment = segment_in(reply)
+    if segment is None:
+        return None
+    return Rest(segment.parent, segment.start, segment.base, segment.trail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,18 +292,18 @@ class Lineage:
         """Rows and state the server holds under this index's names; 0 if it cannot be asked."""
         try:
             return self._keeper.used_bytes()
-        except TransportError:
+        except (TransportError, StoreFailed):
             return 0
 
     def trim(self, nbytes: int) -> None:
         """Evict, least recently used leaves first, down to `nbytes`."""
-        with self._storing, contextlib.suppress(TransportError):
+        with self._storing, contextlib.suppress(TransportError, StoreFailed):
             self._keeper.trim(nbytes)
         self._known.forget()
 
     def reconcile(self) -> None:
         """Drop what crashed fills left behind, and segments whose parent is gone."""
-        with self._storing, contextlib.suppress(TransportError):
+        with self._storing, contextlib.suppress(TransportError, StoreFailed):
             self._keeper.reconcile()
 
     def stats(self) -> dict[str, Any]:

@@ -408,10 +408,10 @@ def test_what_is_held_in_process_keeps_to_its_budget(
     with client(shared, held_bytes=2 * one) as pc:
         for turn in range(4):
             pc.get_or_prefill(PREFIX, f"{namespace}{turn}")
-        assert pc._held.nbytes == 2 * one
+        assert pc._named.held.nbytes == 2 * one
     with client(shared, held_bytes=one - 1) as pc:
         pc.get_or_prefill(PREFIX, namespace)
-        assert pc._held.nbytes == 0
+        assert pc._named.held.nbytes == 0
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_an_exception_while_rebuilding_is_one_cold_call(
             raise failures.pop()
         return rebuild(template, image)
 
-    monkeypatch.setattr("pion_vllm_mlx.prompt_cache.rebuild", fail_once)
+    monkeypatch.setattr("pion_vllm_mlx.named_prefixes.rebuild", fail_once)
     with client(filled.port) as pc:
         assert answer_of(pc) == COLD
         assert miss_reasons(pc) == {"error": 1}

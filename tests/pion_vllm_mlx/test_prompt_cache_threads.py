@@ -130,6 +130,17 @@ def test_awaited_calls_of_one_object_get_each_their_own() -> None:
         assert asyncio.run(both(pc)) == [COLD, cold_answer(MODEL, OTHER)]
 
 
+def test_an_awaited_call_without_a_namespace_goes_on_from_what_was_computed() -> None:
+    async def grow(pc: PionPromptCache) -> Any:
+        await pc.aget_or_prefill(PREFIX * 4)
+        return continue_greedily(MODEL, await pc.aget_or_prefill([*PREFIX * 4, *PREFIX]))
+
+    with MiniServer() as server, client(server.port) as pc:
+        tokens, _ = asyncio.run(grow(pc))
+        assert tokens == cold_answer(MODEL, [*PREFIX * 4, *PREFIX])[0]
+        assert pc.stats()["tokens_restored"] > 0
+
+
 def test_wrong_arguments_are_refused_where_the_call_is_awaited() -> None:
     async def wrong(pc: PionPromptCache, *arguments: Any) -> None:
         with pytest.raises(ValueError):

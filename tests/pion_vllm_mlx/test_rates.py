@@ -195,7 +195,7 @@ def filled() -> Iterator[MiniServer]:
 
 def client(port: int, rates: Rates | None = None) -> PionPromptCache:
     pc = PionPromptCache(MODEL, port=port, timeout=PATIENT)
-    pc._rates = rates or pc._rates
+    pc._named.rates = rates or pc._named.rates
     return pc
 
 
@@ -213,7 +213,7 @@ def test_a_restore_that_becomes_slower_than_a_prefill_ends_in_one(filled: MiniSe
         assert pc.stats()["miss_reasons"] == {"slower": 1}
         assert pc.stats()["given_up"] == 1
         filled.meddle = None
-        pc._rates = Rates()
+        pc._named.rates = Rates()
         assert continue_greedily(MODEL, pc.get_or_prefill(PREFIX, "ns")) == COLD
         assert pc.stats()["hits"] == 1
 
@@ -250,6 +250,8 @@ def test_a_restore_that_is_known_to_lose_is_not_begun(filled: MiniServer) -> Non
         assert continue_greedily(MODEL, pc.get_or_prefill(PREFIX, "ns")) == COLD
         assert pc.stats()["miss_reasons"] == {"slower": 1}
         assert not filled.commands("V.FETCH")
+        assert pc.flush(60)
+        assert not filled.commands("V.STOREBATCH")  # it is there, and sound
         assert pc.restore("ns", len(PREFIX)) is not None  # asked for, not weighed
 
 

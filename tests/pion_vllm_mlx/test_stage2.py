@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import os
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +26,7 @@ from pion_server.attend.requests import DIMS
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.attend_wire import HEAD_DIMS
 from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache, plain_prompt_cache
+from pion_vllm_mlx.transport import ServerError
 from tests.attention_client import AttentionClient, normal
 from tests.pion_vllm_mlx.tiny import PREFIX, VOCAB, tiny_llama
 
@@ -136,6 +141,25 @@ def test_a_server_gone_for_good_costs_one_prefill_and_one_warning(
         assert close(logits(model, again, REST), expected)
 
 
+@LANES
+def test_a_server_that_falls_silent_is_waited_for_no_longer_than_a_prefill_and_a_little(
+    stored: Server, model: Any, binary_port: int | None
+) -> None:
+    expected = logits(model, ordinary(model), REST)
+    with PionPromptCache(model, port=stored.port, stage2=True, binary_port=binary_port) as pc:
+        cache = opened(pc, model)
+        first = logits(model, cache, REST[:8])
+        os.kill(stored.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            second = logits(model, cache, REST[8:])
+            assert time.monotonic() - started < 30
+        finally:
+            os.kill(stored.pid, signal.SIGCONT)
+        assert close(np.concatenate([first, second]), expected)
+        assert pc.stats()["wire_losses"] == 1
+
+
 def test_slots_that_turned_cold_are_made_again_unnoticed(
     server: Callable[..., Server], model: Any
 ) -> None:
@@ -178,7 +202,7 @@ def test_a_prefix_replaced_under_its_name_is_noticed(stored: Server, model: Any)
         cache = opened(pc, model)
         first = logits(model, cache, REST[:8])
         fill(stored, model, NAME, other)
-        time.sleep(0.6)  # a request that goes on at once has no time to be betrayed
+        time.sleep(0.2)  # a request that goes on at once has no time to be betrayed
         second = logits(model, cache, REST[8:])
         assert close(np.concatenate([first, second]), logits(model, ordinary(model), REST))
         assert pc.stats()["wire_losses"] == 1
@@ -353,6 +377,74 @@ def test_a_password_opens_both_lanes(server: Callable[..., Server], model: Any) 
         assert pc.stats()["attend_binary"] == 2 * len(REST)
 
 
+def test_what_requests_leave_in_the_server_goes_when_the_next_one_opens(
+    stored: Server, model: Any
+) -> None:
+    client = AttentionClient(stored)
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        for _ in range(2):
+            cache = opened(pc, model)
+            logits(model, cache, REST[:2])
+            assert client.info()["decode_sessions"] == 1
+            del cache
+            gc.collect()
+        twins = [opened(pc, model) for _ in range(2)]
+        for one in twins:
+            logits(model, one, REST[:2])
+        assert client.info()["decode_sessions"] == 2
+
+
+def test_the_longest_namespace_has_a_session(server: Callable[..., Server], model: Any) -> None:
+    running = server()
+    name = "n" * 200
+    fill(running, model, name)
+    with PionPromptCache(model, port=running.port, stage2=True) as pc:
+        cache = make_pion_prompt_cache(model, name, pc, len(PREFIX))
+        assert isinstance(cache[0], RemoteKVCache)
+
+
+def test_a_tenant_has_both_lanes_and_sees_nobody_else_s_sessions(
+    server: Callable[..., Server], model: Any
+) -> None:
+    running = server("--requirepass", "sesame", "--tenant", "ann=a", "--tenant", "bob=b")
+    ann, bob = (
+        {"port": running.port, "stage2": True, "username": name, "password": name[0]}
+        for name in ("ann", "bob")
+    )
+    with PionPromptCache(model, **ann) as first:
+        first.get_or_prefill(PREFIX, NAME)
+        assert first.flush()
+        assert first.lookup(NAME)
+    with PionPromptCache(model, **bob) as other:
+        assert not other.lookup(NAME)
+        assert other.open_remote(NAME, len(PREFIX)) is None
+        with pytest.raises(ServerError, match="session not found"):
+            other.attend_query(NAME, 0, normal(1, 2, 1, 32))
+    for port in (None, 0):
+        with PionPromptCache(model, **ann, binary_port=port) as pc:
+            found = logits(model, opened(pc, model), REST)
+            assert close(found, logits(model, ordinary(model), REST))
+            used = "attend_resp" if port == 0 else "attend_binary"
+            assert pc.stats()[used] == 2 * len(REST)
+
+
+def test_quantised_caches_are_rebuilt_here(
+    server: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, running = tiny_llama(head_dim=32), server()
+    quantised: Any = {"port": running.port, "stage2": True, "kv_bits": 4, "kv_group_size": 32}
+    with PionPromptCache(model, **quantised) as first:
+        first.get_or_prefill(PREFIX, NAME)
+        assert first.flush()
+    with (
+        PionPromptCache(model, **quantised) as pc,
+        caplog.at_level(logging.WARNING, "pion_vllm_mlx"),
+    ):
+        cache = make_pion_prompt_cache(model, NAME, pc, len(PREFIX))
+        assert type(cache[0]).__name__ == "QuantizedKVCache"
+    assert "a QuantizedKVCache is not attended to in the server" in caplog.text
+
+
 def test_a_prefix_of_one_token(server: Callable[..., Server], model: Any) -> None:
     running = server()
     fill(running, model, NAME, PREFIX[:1])
@@ -363,3 +455,20 @@ def test_a_prefix_of_one_token(server: Callable[..., Server], model: Any) -> Non
 
 def test_the_client_knows_the_engine_s_head_dimensions() -> None:
     assert HEAD_DIMS == DIMS
+
+
+def test_the_example_of_the_page_runs(stored: Server, model: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "stages.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {
+        "model": model,
+        "namespace": NAME,
+        "prefix_tokens": len(PREFIX),
+        "suffix": mx.array([REST]),
+    }
+    exec(code.replace("port=1974", f"port={stored.port}"), names)
+    with names["pc"] as pc:
+        assert mx.allclose(
+            names["logits"], model(mx.array([REST]), cache=ordinary(model)), atol=1e-5
+        )
+        assert pc.stats()["attend_binary"] == 2

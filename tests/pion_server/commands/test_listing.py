@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tests.pion_server.commands.checks import refuse
 from tests.pion_server.commands.test_meta import ROW_BYTES, begin, fill
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def test_every_namespace_that_begins_so_is_listed_with_its_bytes(
         ns + b"-state": [0, 5, 0],
     }
     assert listed(client, ns + b"-nothing") == []
+    refuse(client, "KV.PREFIX.LIST", b"")
 
 
 def test_a_manifest_alone_is_listed(client: RawClient, ns: bytes) -> None:
@@ -66,10 +68,10 @@ def test_what_was_read_last_comes_last(client: RawClient, ns: bytes) -> None:
 def test_dropped_is_not_listed_and_a_restart_keeps_the_rest(server: Start) -> None:
     running = server()
     client = running.client()
-    gen = fill(client, b"kept")
-    fill(client, b"gone")
-    client.call("KV.PREFIX.DROP", "gone")
+    gen = fill(client, b"x-kept")
+    fill(client, b"x-gone")
+    client.call("KV.PREFIX.DROP", "x-gone")
     running.kill()
     running.restart()
-    rows = listed(running.client(), b"")
-    assert [row[:4] for row in rows] == [[b"kept", 2 * len(ROW_BYTES), len(b"state"), gen]]
+    rows = listed(running.client(), b"x-")
+    assert [row[:4] for row in rows] == [[b"x-kept", 2 * len(ROW_BYTES), len(b"state"), gen]]

@@ -91,6 +91,27 @@ def test_the_next_turn_goes_on_after_a_restart(
             assert again.cached >= found.cached
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_answer_is_not_computed_again_after_a_restart(
+    folders: dict[str, Path], store: LocalServer, family: str
+) -> None:
+    """The state a hybrid had in the middle of its answer is kept, at the last multiple of 64."""
+    with kept(folders[family], store) as before:
+        # A random model may end at any token: the first answer that is long enough will do.
+        answers = (
+            (start, before.ids(WORDS[start : start + 150], count=200)) for start in range(20)
+        )
+        start, answer = next(a for a in answers if len(a[1].tokens) > 2 * BLOCK)
+    held = 150 + len(answer.tokens)
+    prompt = [*WORDS[start : start + 150], *answer.tokens, *WORDS[300:330]]
+    with serving(folders[family]) as cold:
+        expected = cold.ids(prompt).tokens
+    with kept(folders[family], store) as after:
+        found = after.ids(prompt)
+    assert found.tokens == expected
+    assert held - BLOCK <= found.cached <= held
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_a_budget_is_never_exceeded(
     folders: dict[str, Path], store: LocalServer, family: str

@@ -1,0 +1,1 @@
+"""What one does to a running server from a shell: one module a subcommand."""

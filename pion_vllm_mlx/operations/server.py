@@ -1,0 +1,129 @@
+"""The server a subcommand is about: its options, its replies, its failures in one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pion_vllm_mlx.cli_options import Failed, fail, read_password
+from pion_vllm_mlx.transport import Command, Patience, Reply, ServerError, TransportError
+from pion_vllm_mlx.transport.address import DEFAULT_HOST, DEFAULT_PORT, VARIABLE, find_server
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: Seconds to connect, and until an answer begins. A person waits here, not a request.
+_CONNECT = 5.0
+_ANSWER = 10.0
+#: A SAVE of a large store.
+LONG = 600.0
+_WIDE = 240
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the server is, and who asks."""
+    group = parser.add_argument_group("server", f"also from the environment: {VARIABLE}=pion://…")
+    group.add_argument("--host", help=f"default: {DEFAULT_HOST}")
+    group.add_argument("--port", type=int, help=f"default: {DEFAULT_PORT}")
+    group.add_argument("--username", metavar="TENANT", help="for a server with tenants")
+    group.add_argument("--password-file", metavar="FILE", help="the password is its first line")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+class Server:
+    """Asks one server; every trouble is `Failed`."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from pion_vllm_mlx.transport.endpoint import Endpoint
+
+        # One line of ours tells what went wrong; what the library logs is for applications.
+        logging.getLogger("pion_vllm_mlx").setLevel(logging.ERROR)
+        password = None if options.password_file is None else read_password(options.password_file)
+        try:
+            where = find_server(options.host, options.port, options.username, password)
+        except ValueError as error:
+            raise Failed(f"{VARIABLE}: {error}") from error
+        self.name = f"{where.host}:{where.port}"
+        self.lane = Endpoint(
+            where.host,
+            where.port,
+            username=where.username,
+            password=where.password,
+            connect_timeout=_CONNECT,
+        )
+
+    def ask(self, *words: str | bytes | int, patience: float = _ANSWER) -> Reply:
+        """One command's reply; its error reply is Failed."""
+        (reply,) = self.ask_all([Command(words)], patience)
+        if isinstance(reply, ServerError):
+            raise Failed(f"the server says: {reply}")
+        return reply
+
+    def ask_all(self, commands: Sequence[Command], patience: float = _ANSWER) -> list[Reply]:
+        """A pipeline's replies, error replies among them."""
+        try:
+            return self.lane.exchange(commands, Patience(first_byte=patience, total=4 * LONG))
+        except TransportError as error:
+            raise Failed(f"no answer from {self.name}: {error}") from error
+
+    def figures(self, *words: str) -> dict[str, str]:
+        """A reply of `name:value` lines, or a flat array of names and values."""
+        reply = self.ask(*words)
+        if isinstance(reply, list):
+            texts = [text_of(word) for word in reply]
+            return dict(zip(texts[::2], texts[1::2], strict=True))
+        lines = text_of(reply).splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+@contextmanager
+def told_in_one_line(command: str) -> Iterator[None]:
+    """Failures of the block end the command with one line and status 1."""
+    try:
+        yield
+    except Failed as error:
+        fail(command, error)
+
+
+def text_of(reply: object) -> str:
+    """A name or a figure as text; bytes that are no text are escaped."""
+    if isinstance(reply, bytes | bytearray | memoryview):
+        return bytes(reply).decode("utf-8", "backslashreplace")
+    return str(reply)
+
+
+def show_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def show_table(table: Table) -> None:
+    from rich.console import Console
+
+    # Into a pipe or a file names must come whole: nothing there is 80 columns wide.
+    Console(width=None if sys.stdout.isatty() else _WIDE).print(table)
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: `47.2 MB`, in thousands."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time span for people: `12 s`, `3 min`, `5 h`, `2 d`."""
+    for most, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
+        if seconds < most:
+            return f"{seconds / divisor:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"

@@ -1,0 +1,268 @@
+"""The byte budget: leaves leave first, longest unused first, and nothing else is harmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pion_vllm_mlx.lineage import Lineage
+from pion_vllm_mlx.lineage.eviction import Node, choose, unreachable
+from tests.pion_patches.shipping import largest_difference
+from tests.pion_patches.zoo import build
+from tests.pion_vllm_mlx.conversation import Cold, ids_of, index_of, logits_of, take_turn
+
+Server = Any
+MODEL = build("llama", seed=21)
+HYBRID = build("qwen3_5", seed=21)
+
+
+def tree(*nodes: Node) -> dict[bytes, Node]:
+    return {node.name: node for node in nodes}
+
+
+# --- the choice, without a server ------------------------------------------------------------
+
+
+def test_the_longest_unused_leaf_goes_first_and_its_trunk_never_before_it() -> None:
+    """The root was touched longest ago, and everything rests on it."""
+    nodes = tree(
+        Node(b"root", 10, b"", unused=100),
+        Node(b"old", 5, b"root", unused=50),
+        Node(b"new", 5, b"root", unused=1),
+    )
+    assert choose(nodes, 1, 0).names == [b"old"]
+    assert choose(nodes, 6, 0).names == [b"old", b"new"]
+    assert choose(nodes, 11, 0).names == [b"old", b"new", b"root"]
+    assert choose(nodes, 100, 0).nbytes == 20
+
+
+def test_a_trace_goes_with_its_segment_only() -> None:
+    nodes = tree(
+        Node(b"s", 10, b"", unused=5),
+        Node(b"t", 0, b"s", is_trace=True, unused=90),
+        Node(b"other", 10, b"", unused=1),
+    )
+    assert choose(nodes, 1, 0).names == [b"s", b"t"]
+
+
+def test_what_is_kept_keeps_what_it_rests_on() -> None:
+    nodes = tree(
+        Node(b"root", 10, b"", unused=100),
+        Node(b"leaf", 5, b"root", unused=50),
+        Node(b"other", 5, b"", unused=1),
+    )
+    assert choose(nodes, 100, 0, keep=[b"leaf"]).names == [b"other"]
+
+
+def test_session_slots_are_freed_by_segments_that_have_rows() -> None:
+    nodes = tree(
+        Node(b"ids", 0, b"", unused=100, rows=False), Node(b"rows", 10, b"", unused=1, rows=True)
+    )
+    plan = choose(nodes, 0, 2)
+    assert plan.sessions == 2
+    assert plan.names == [b"ids", b"rows"]
+
+
+def test_what_hangs_on_nothing_is_unreachable() -> None:
+    nodes = tree(
+        Node(b"a", 1, b""),
+        Node(b"b", 1, b"a"),
+        Node(b"lost", 1, b"gone"),
+        Node(b"below", 1, b"lost"),
+        Node(b"loop", 1, b"pool"),
+        Node(b"pool", 1, b"loop"),
+        Node(b"self", 1, b"self"),
+    )
+    assert {node.name for node in unreachable(nodes)} == {
+        b"lost",
+        b"below",
+        b"loop",
+        b"pool",
+        b"self",
+    }
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> dict[bytes, Node]:
+    count = draw(st.integers(0, 20))
+    nodes: dict[bytes, Node] = {}
+    for number in range(count):
+        parent = draw(st.sampled_from([b"", *nodes]))
+        size, age = draw(st.integers(0, 50)), draw(st.integers(0, 9))
+        nodes[b"%d" % number] = Node(b"%d" % number, size, parent, unused=float(age))
+    return nodes
+
+
+@settings(max_examples=200, deadline=None)
+@given(forests(), st.integers(0, 600), st.data())
+def test_whatever_the_tree_enough_is_freed_and_what_is_left_is_a_tree(
+    nodes: dict[bytes, Node], nbytes: int, data: st.DataObject
+) -> None:
+    leaf = data.draw(st.sampled_from([b"", *nodes]))
+    keep = []
+    while leaf:
+        keep.append(leaf)
+        leaf = nodes[leaf].parent
+    plan = choose(nodes, nbytes, 0, keep)
+    free = sum(node.nbytes for node in nodes.values() if node.name not in keep)
+    assert plan.nbytes >= min(nbytes, free)
+    assert not set(plan.names) & set(keep)
+    left = {name: node for name, node in nodes.items() if name not in plan.names}
+    assert not unreachable(left)
+
+
+# --- with a server ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running(server: Callable[..., Server]) -> Server:
+    return server()
+
+
+def bytes_held(server: Server) -> int:
+    """Rows and state, by the server's own account."""
+    info = server.client().call("KV.PREFIX.INFO").decode()
+    rows = int(info.partition("vstore_bytes:")[2].split("\r\n")[0])
+    state = sum(int(row[2]) for row in server.client().call("KV.PREFIX.LIST", b"pl"))
+    return rows + state
+
+
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["llama", "qwen3_5"])
+def test_the_budget_is_never_exceeded_and_exact(running: Server, model: Any) -> None:
+    """F01, F04: a hard limit on rows and state; the newest conversation is always there."""
+    probe = index_of(running, model)
+    take_turn(probe, model, ids_of(0, 192))
+    size = probe.used_bytes
+    assert size == bytes_held(running) > 0
+    probe.trim(0)
+    assert probe.used_bytes == bytes_held(running) == 0
+    budget = 3 * size + size // 2
+    index = index_of(running, model, budget_bytes=budget)
+    for seed in range(1, 8):
+        turn = take_turn(index, model, ids_of(seed, 192))
+        assert set(turn.outcomes) == {"stored"}
+        assert index.used_bytes == bytes_held(running) <= budget
+        assert index.find(ids_of(seed, 192)).tokens == 192
+    assert index.stats()["evictions"] >= 4
+    found = [index.find(ids_of(seed, 192)).tokens for seed in range(1, 8)]
+    assert found == [0, 0, 0, 0, 192, 192, 192]
+
+
+def test_of_a_growing_conversation_the_oldest_part_stays_and_it_resumes(running: Server) -> None:
+    """E16 and the root that is written once: other conversations leave, then its own last turn."""
+    index = index_of(running, MODEL)
+    trunk = ids_of(30, 128)
+    for seed in range(31, 35):
+        take_turn(index, MODEL, [*trunk, *ids_of(seed, 128)])
+    used = index.used_bytes
+    assert index.restore(index.find([*trunk, *ids_of(31, 128)])) is not None  # the oldest, touched
+    index.trim(used - 1)
+    found = [index.find([*trunk, *ids_of(seed, 128)]).tokens for seed in range(31, 35)]
+    assert found[0] == 256
+    assert sorted(found[1:]) == [128, 256, 256]
+    assert found[1] == 128
+
+
+def test_an_oversize_conversation_empties_nothing(running: Server) -> None:
+    """F04: it is refused, everything else is kept, and told once."""
+    index = index_of(running, MODEL)
+    take_turn(index, MODEL, ids_of(40, 128))
+    budget = 2 * index.used_bytes
+    index = index_of(running, MODEL, budget_bytes=budget)
+    turn = take_turn(index, MODEL, ids_of(41, 64 * 5))
+    assert turn.outcomes == ("oversize",)
+    assert index.stats()["oversize"] == 1
+    assert index.stats()["evictions"] == 0
+    assert index.find(ids_of(40, 128)).tokens == 128
+    grown = take_turn(index, MODEL, [*ids_of(40, 128), *ids_of(42, 128)])
+    assert grown.outcomes == ("stored",)
+    more = take_turn(index, MODEL, [*ids_of(40, 128), *ids_of(42, 128), *ids_of(43, 64)])
+    assert more.outcomes == ("oversize",)
+    assert more.restored == 256
+
+
+def test_growing_turns_write_each_row_about_once(running: Server) -> None:
+    """E16: 20 turns; bytes written are no more than twice the final conversation."""
+    index = index_of(running, MODEL)
+    ids: list[int] = []
+    for turn in range(20):
+        ids += ids_of(50 + turn, 100)
+        take_turn(index, MODEL, ids)
+    row_bytes = 4 * 2 * 2 * 16 * 4  # layers, sides, heads, head_dim, float32
+    assert index.stats()["bytes_stored"] <= 1.4 * row_bytes * len(ids)
+    assert index.find(ids).tokens >= len(ids) - len(ids) % 64
+
+
+def test_session_slots_run_out_leaf_first(server: Callable[..., Server]) -> None:
+    """The server's own eviction takes the root first; so the index makes room before it has to."""
+    running = server("--vstore-sessions", "24")
+    index = index_of(running, MODEL)
+    trunk = ids_of(60, 64)
+    for seed in range(61, 75):
+        turn = take_turn(index, MODEL, [*trunk, *ids_of(seed, 64)])
+        assert turn.restored in (0, 64)
+        assert turn.restored == 64 or seed == 61
+    info = running.client().call("KV.PREFIX.INFO").decode()
+    assert "vstore_evictions:0\r\n" in info
+    assert index.stats()["evictions"] > 0
+
+
+def test_a_root_that_the_server_evicted_is_a_clean_miss_that_heals(running: Server) -> None:
+    """A parent gone under a living leaf: the match ends there, and the next turn stores it anew."""
+    index = index_of(running, MODEL)
+    ids = ids_of(80, 128)
+    take_turn(index, MODEL, ids)
+    longer = [*ids, *ids_of(81, 128)]
+    take_turn(index, MODEL, longer)
+    root = index.find(longer).links[0].name
+    running.client().call("KV.PREFIX.DROP", root)
+    fresh = index_of(running, MODEL)
+    assert fresh.find(longer).tokens == 0
+    turn = take_turn(fresh, MODEL, longer)
+    assert turn.restored == 0
+    cold = Cold(MODEL).run(longer, 0, [len(longer)])
+    assert largest_difference(logits_of(MODEL, turn.cache), logits_of(MODEL, cold)) == 0.0
+    again = index_of(running, MODEL)
+    assert again.find(longer).tokens == len(longer)
+    again.reconcile()
+    assert again.find(longer).tokens == len(longer)
+    assert names(running) == {link.name for link in again.find(longer).links}
+
+
+def names(server: Server) -> set[bytes]:
+    return {row[0] for row in server.client().call("KV.PREFIX.LIST", b"pl")}
+
+
+def test_what_a_killed_client_left_half_written_is_invisible_and_dropped(running: Server) -> None:
+    """E01: rows without a manifest are nobody's; an open fill is left alone."""
+    raw = running.client()
+    digest = b"ab" * 32
+    gen = raw.call("KV.PREFIX.META", b"pls1-" + digest, "BEGIN")
+    raw.call("KV.PREFIX.REGISTER", b"pls1-" + digest, 32, "fp32")
+    raw.call("V.STOREBATCH", b"pls1-" + digest + b"_pk", 0, 0, 1, bytes(128), "GEN", gen)
+    index = index_of(running, MODEL)
+    index.reconcile()
+    assert names(running) == {b"pls1-" + digest}
+    raw.close()
+    for _ in range(50):
+        index.reconcile()
+        if not names(running):
+            break
+    assert names(running) == set()
+
+
+def test_a_budget_counts_what_other_clients_stored(running: Server) -> None:
+    """All clients of one index share it, and evict each other's leaves."""
+    one, other = index_of(running, MODEL), index_of(running, MODEL)
+    take_turn(one, MODEL, ids_of(90, 128))
+    size = one.used_bytes
+    limited: Lineage = index_of(running, MODEL, budget_bytes=2 * size)
+    take_turn(other, MODEL, ids_of(91, 128))
+    take_turn(limited, MODEL, ids_of(92, 128))
+    assert limited.used_bytes == 2 * size
+    assert one.find(ids_of(90, 128)).tokens == 0
+    assert one.find(ids_of(91, 128)).tokens == 128
