@@ -24,6 +24,7 @@ class Config:
     port: int = 1974
     bind: str = "127.0.0.1"
     directory: Path = Path(".")
+    unix_socket: Path | None = None
     password: str | None = field(default=None, repr=False)
     tenants: tuple[Tenant, ...] = ()
     tenant_strict: bool = False

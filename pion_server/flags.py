@@ -123,6 +123,14 @@ _DEVICE = "attention is on, on MLX's default device"
 FLAGS: tuple[Flag, ...] = (
     Flag("-p, --port", _NET, "TCP port, 0: any free one", "port", "N", number(0, 65535)),
     Flag("--bind", _NET, "address; others than loopback need a password", "bind", "ADDRESS"),
+    Flag(
+        "--unixsocket",
+        _NET,
+        "socket for clients on this machine (pion.sock in the data directory; none: no socket)",
+        "unix_socket",
+        "PATH",
+        Path,
+    ),
     Flag("--requirepass", _NET, "password (others may see it in ps)", "password", "WORD", password),
     Flag(
         "--requirepass-file",
@@ -198,7 +206,14 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("--max-disk", _LIMITS, "bytes of log files", "max_disk", "SIZE", size_or_none),
     Flag("--ssm-budget", _LIMITS, "recurrent state", "ssm_budget", "SIZE", size_or_none),
-    Flag("--export-budget", _LIMITS, "exported files", "export_budget", "SIZE", size_or_none),
+    Flag(
+        "--export-budget",
+        _LIMITS,
+        "exported files; files lent to clients on this machine (those: 1gb unless set)",
+        "export_budget",
+        "SIZE",
+        size_or_none,
+    ),
     Flag("--max-request", _LIMITS, "one request", "max_request", "SIZE", buffer_size),
     Flag(
         "--max-output",
@@ -285,7 +300,6 @@ FLAGS: tuple[Flag, ...] = (
         "SECONDS",
         number(1, 10_000_000),
     ),
-    Flag("--unixsocket", _LATER, "", metavar="PATH", missing=True),
     Flag("--wal-size", _LATER, "", metavar="SIZE", missing=True),
     Flag("--wal-max-segments", _LATER, "", metavar="N", missing=True),
     Flag("--wal-full-policy", _LATER, "", metavar="POLICY", missing=True),

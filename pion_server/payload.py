@@ -44,6 +44,14 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
+class Handover:
+    """A reply that an open file's descriptor goes along with, on a socket that can carry one."""
+
+    value: object
+    file: OpenFile
+
+
+@dataclass(frozen=True, slots=True)
 class Offload:
     """A command's remaining work, to be run in a thread so that other clients are not kept waiting.
 

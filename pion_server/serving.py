@@ -24,6 +24,7 @@ from pion_server.state import ServerState, open_state
 from pion_server.status import CrashLog, StatusFile
 from pion_server.store.files import DirectoryInUse
 from pion_server.store.log import ForeignFile
+from pion_server.unix_door import open_unix_door
 from pion_server.wire.lane import binary_lane, resp_lane
 from pion_server.wire.server import Server
 
@@ -126,6 +127,13 @@ async def _serve_until_stopped(
         server.listen(listener, resp_lane(dispatcher, config.max_request))
     for listener in doors.binary:
         server.listen(listener, binary_lane(dispatcher, config.max_request))
+    unix_door, notice = open_unix_door(config)
+    if notice:
+        print(f"pion-server: {notice}", file=sys.stderr)
+    if unix_door is not None:
+        for one in state.everybody:
+            one.unix_socket = unix_door.path
+        server.listen(unix_door.socket, resp_lane(dispatcher, config.max_request))
     background = [loop.create_task(status.beat())]
     for one in state.everybody:
         background += start_housekeeping(one)
@@ -137,6 +145,8 @@ async def _serve_until_stopped(
     look_once()
     reason = await stopped
     status.write("stopping")
+    if unix_door is not None:
+        unix_door.remove()
     await server.stop()
     # A compaction of our own is waited for: its thread cannot be cancelled, and must not find
     # the stores closed.

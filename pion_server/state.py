@@ -9,10 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from pion_server.attend.service import Attention
 from pion_server.config import Config, config_of, config_of_admin
 from pion_server.store.export import Exports
+from pion_server.store.lending import Lending
 from pion_server.store.opening import StoreOptions, Stores, open_stores
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore
@@ -130,10 +132,13 @@ class ServerState:
     commands_executed: int = 0
     # Set once the server listens: the port really bound, and how to ask for a graceful end.
     port: int = 0
+    unix_socket: Path | None = None
     stop: Callable[[str], None] = lambda reason: None
     save_lock: WriterLock = field(default_factory=WriterLock)
     export_lock: WriterLock = field(default_factory=WriterLock)
     exports: Exports = field(init=False)
+    lending: Lending = field(init=False)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
     group_commit: GroupCommit = field(init=False)
     attend: Attention = field(init=False)
     total_fetches: int = 0
@@ -147,6 +152,12 @@ class ServerState:
             self.config.directory,
             directory=self.config.export_directory,
             worker=self.worker_id,
+            budget=self.config.export_budget,
+        )
+        self.lending = Lending(
+            self.vstore,
+            self.ssm,
+            self.config.export_directory or self.config.directory / "pion-export",
             budget=self.config.export_budget,
         )
         self.attend = Attention(self.config, self.vstore, self.writer_lock)

@@ -12,6 +12,7 @@ out of range raises ManifestError, which is a miss.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,6 +55,8 @@ __all__ = [
 
 KIND: Final = "pion-prefix"
 VERSION: Final = 1
+#: Manifests up to this length are remembered decoded.
+_SMALL: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,13 @@ def write_manifest(manifest: Manifest) -> bytes:
 
 def read_manifest(blob: bytes | bytearray | memoryview) -> Manifest:
     """Decode and check everything that can be checked without the prefix itself."""
+    data = bytes(blob)
+    return _read(data) if len(data) <= _SMALL else _manifest_in(unseal(KIND, VERSION, data))
+
+
+@functools.lru_cache(maxsize=64)
+def _read(blob: bytes) -> Manifest:
+    """The same bytes are the same manifest, and a prefix is often asked for again."""
     return _manifest_in(unseal(KIND, VERSION, blob))
 
 

@@ -18,12 +18,20 @@ from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.prefill import Progress, prefill
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.rates import Rates
-from pion_vllm_mlx.restore import Miss, fetch_prefix, find_prefix
+from pion_vllm_mlx.restore import (
+    Found,
+    Miss,
+    Restored,
+    borrow_prefix,
+    fetch_prefix,
+    find_prefix,
+)
 from pion_vllm_mlx.stage2 import Stage2
 from pion_vllm_mlx.storing import Storing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
-from pion_vllm_mlx.transport import GivenUp, Lane, Patience, TransportError
+from pion_vllm_mlx.transport import Command, GivenUp, Lane, Patience, TransportError
+from pion_vllm_mlx.transport.local import LocalLane, NotLent
 
 #: Misses by which what is stored is not what its manifest says.
 _DAMAGE: Final = ("manifest", "rows", "checksum", "rebuild")
@@ -36,6 +44,7 @@ class NamedPrefixes:
         self,
         model: Any,
         lane: Lane,
+        local: LocalLane,
         tier: Tier,
         tally: Tally,
         storing: Storing,
@@ -50,6 +59,7 @@ class NamedPrefixes:
     ) -> None:
         """`computing`: held while the model runs. The rest as for `PionPromptCache`."""
         self._model, self._lane, self._tier, self._tally = model, lane, tier, tally
+        self._local = local
         self._storing, self._stage2 = storing, stage2
         self.held, self.rates = held, rates
         self._kv_bits, self._prefill_step, self._timeout = kv_bits, prefill_step, timeout
@@ -107,9 +117,16 @@ class NamedPrefixes:
         started = time.perf_counter()
         gen = 0
         try:
-            found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
+            found, lent = self._borrow(name, ids, fingerprint)
+            if found is None:
+                found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
             gen = found.gen
-            restored = fetch_prefix(self._lane, name, found, self._timeout, rates=rates)
+            if isinstance(lent, Restored):
+                restored = lent
+            else:
+                restored = fetch_prefix(self._lane, name, found, self._timeout, rates=rates)
+                if lent is not None:
+                    self._local.ask(lent)
             cache = rebuild(self._template(restored.image.tokens), restored.image)
         except Miss as miss:
             self._tally.add_miss(miss.reason)
@@ -129,13 +146,30 @@ class NamedPrefixes:
             self._tally.wonder("a stored prefix could not be rebuilt", error)
             return None, gen
         seconds = time.perf_counter() - started
-        self.rates.add_restore(restored.nbytes, seconds)
+        if restored is not lent:  # of what comes over the network
+            self.rates.add_restore(restored.nbytes, seconds)
         self._tally.add_seconds("fetch_ms_total", seconds)
         self._tally.add("hits")
         self._tally.add("tokens_restored", restored.image.tokens)
         self._tally.add("bytes_fetched", restored.nbytes)
         self._hold(name, found.manifest.ids, fingerprint, restored.image)
         return cache, 0
+
+    def _borrow(
+        self, name: bytes, ids: tuple[int, ...] | int, fingerprint: str
+    ) -> tuple[Found | None, Restored | Command | None]:
+        """From a file that the server lends to this machine; see `borrow_prefix`."""
+        wanted = name, ids, fingerprint, self._tier, self._quick()
+        try:
+            found, outcome = borrow_prefix(self._local, *wanted)
+        except NotLent as reason:
+            self._tally.add_not_lent(reason.reason)
+            return None, None
+        if isinstance(outcome, Restored):
+            self._tally.add("hits_local")
+        else:
+            self._tally.add_not_lent("unmade")
+        return found, outcome
 
     def _from_model(
         self,

@@ -47,6 +47,7 @@ from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Lane, Patience, TransportError
 from pion_vllm_mlx.transport.binary import BinaryLane
 from pion_vllm_mlx.transport.endpoint import Endpoint
+from pion_vllm_mlx.transport.local import LocalLane
 
 DEFAULT_PORT: Final = 1974
 PREFILL_STEP: Final = 512
@@ -134,6 +135,9 @@ class PionPromptCache(AttendQueries):
         self._lane = lane or Endpoint(
             host, port, username=username, password=password, connect_timeout=timeout
         )
+        self._local = LocalLane(
+            self._lane, username=username, password=password, connect_timeout=timeout
+        )
         self._tally = Tally()
         self._prefilling = ProcessLock(reentrant=True)
         self._calls = CallThread()
@@ -165,6 +169,7 @@ class PionPromptCache(AttendQueries):
         self._named = NamedPrefixes(
             model,
             self._lane,
+            self._local,
             self._tier,
             self._tally,
             self._storing,
@@ -270,7 +275,8 @@ class PionPromptCache(AttendQueries):
     def stats(self) -> dict[str, Any]:
         """Figures since this object was made.
 
-        hits, misses, hit_rate, miss_reasons (by word), hits_in_process, tokens_restored,
+        hits, misses, hit_rate, miss_reasons (by word), hits_in_process, hits_local (from a file on
+        this machine), not_lent (by word: why others came over the network), tokens_restored,
         bytes_fetched, bytes_stored, stores, stores_skipped (it was there already, somebody else
         is storing it, a newer one took its place, too many wait), stores_failed, given_up
         (restores that became slower than a prefill); milliseconds in
@@ -300,6 +306,7 @@ class PionPromptCache(AttendQueries):
         seconds.
         """
         self._lane.close()
+        self._local.close()
         self._storing.close()
         if self._reuse is not None:
             self._reuse.close()

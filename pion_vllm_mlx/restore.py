@@ -16,6 +16,7 @@ import xxhash
 from pion_patches.cache_rebuild import CacheImage, Leaf, RebuildError, RowPiece
 from pion_patches.containers import unpack_arrays
 from pion_vllm_mlx.fill import session_id
+from pion_vllm_mlx.lent import Layout
 from pion_vllm_mlx.manifest import (
     Blob,
     LeafEntry,
@@ -29,6 +30,7 @@ from pion_vllm_mlx.pieces import Landing, places_of
 from pion_vllm_mlx.rates import Rates
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Buffer, Command, Lane, Patience, Reply, ServerError
+from pion_vllm_mlx.transport.local import LocalLane
 
 #: Bytes a second below which a transfer is given up, however long the prefill took.
 _SLOWEST: Final = 1 << 20
@@ -52,7 +54,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A cache image whose every piece was checked, and the bytes it took on the wire."""
+    """A cache image whose every piece was checked, and its bytes as they came."""
 
     image: CacheImage
     nbytes: int
@@ -83,7 +85,10 @@ def find_prefix(
 
 def find_any_prefix(lane: Lane, namespace: bytes, patience: Patience) -> Found:
     """Read the manifest of `namespace`, whatever it is of; raises Miss or TransportError."""
-    (reply,) = lane.exchange([_get(namespace)], patience)
+    return _found(lane.exchange([_get(namespace)], patience)[0])
+
+
+def _found(reply: Reply) -> Found:
     gen, blob = _meta(reply)
     if blob is None:
         raise Miss("absent")
@@ -148,6 +153,40 @@ def fetch_prefix(
     for read, reply in zip(reads, replies[len(credit) : -1], strict=True):
         arrived.take(read, reply)
     return Restored(arrived.image(manifest), nbytes)
+
+
+def borrow_prefix(
+    lane: LocalLane,
+    namespace: bytes,
+    ids: Sequence[int] | int,
+    fingerprint: str,
+    tier: Tier,
+    patience: Patience,
+) -> tuple[Found, Restored | Command]:
+    """As `find_prefix` and `fetch_prefix`, from a file that the server lends to this machine.
+
+    One round trip. Where there is no such file yet, the second value is the command that has it
+    made; making it and fetching the rows would slow each other down. Raises Miss for a prefix that
+    is not there or not the one asked for, and NotLent where the lane cannot be used at all.
+    """
+    reply, loan = lane.borrow(namespace, patience)
+    try:
+        found = _found(reply)
+        check_wanted(found.manifest, ids, fingerprint, tier)
+        layout = Layout(found.manifest)
+        if loan is None or loan.gen != found.gen or loan.digest != layout.digest:
+            return found, Command.of("KV.PREFIX.LEND", namespace, found.gen, layout.text)
+        image = layout.read(loan)
+        lane.tell(_lookup(namespace, len(found.manifest.ids), found.manifest.prefill_ms))
+    except Miss as miss:
+        if miss.reason == "absent":
+            # A miss to the server too; one without a manifest must credit no saved time.
+            lane.tell(_lookup(namespace, 0, 0))
+        raise
+    finally:
+        if loan is not None:
+            loan.close()
+    return found, Restored(image, loan.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

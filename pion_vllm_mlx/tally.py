@@ -19,6 +19,7 @@ class Tally:
         self._counts: Counter[str] = Counter()
         self._milliseconds: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
+        self._not_lent: Counter[str] = Counter()
         self._told: set[str] = set()
 
     def add(self, name: str, count: int = 1) -> None:
@@ -36,6 +37,11 @@ class Tally:
         with self._lock:
             self._counts["misses"] += 1
             self._misses[reason] += 1
+
+    def add_not_lent(self, reason: str) -> None:
+        """Count a prefix that came over the network though the server may be on this machine."""
+        with self._lock:
+            self._not_lent[reason] += 1
 
     def warn_once(self, trouble: str, message: str, *values: object) -> None:
         """Log one warning until `settle(trouble)`; it rarely changes from call to call."""
@@ -64,6 +70,7 @@ class Tally:
                 "misses": misses,
                 "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
                 "miss_reasons": dict(self._misses),
+                "not_lent": dict(self._not_lent),
                 **{name: self._counts[name] for name in _COUNTS},
                 **{name: round(self._milliseconds[name], 3) for name in _TIMES},
             }
@@ -71,6 +78,7 @@ class Tally:
 
 _COUNTS = (
     "hits_in_process",
+    "hits_local",
     "tokens_restored",
     "bytes_fetched",
     "stores",

@@ -7,13 +7,22 @@ of its tensors a head and their `dtypes`. Those suffice to make a side again tha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from .cache_class import CacheClass, Cut, Misfit, Taken, Unsound, check_count, count_of, integer
-from .pieces import ITEMSIZE, NATIVE_FORMAT, Leaf, RowPiece, dtype_name, dtype_named
+from .pieces import (
+    ITEMSIZE,
+    NATIVE_FORMAT,
+    HeadPiece,
+    Leaf,
+    RowPiece,
+    dtype_name,
+    dtype_named,
+)
 
 _STEP = 256
 _MODULE = "mlx_lm.models.cache"
@@ -78,7 +87,10 @@ def _piece(tensors: Tensors, fmt: str) -> RowPiece | None:
 
 
 def give_rows(leaf: Leaf, tokens: int, buffer: Callable[[int], int]) -> tuple[Tensors, Tensors]:
-    """Both sides as tensors `[1, H, buffer(rows), D]`, zero after the rows; raises Misfit."""
+    """Both sides as tensors `[1, H, buffer(rows), D]`, zero after the rows; raises Misfit.
+
+    A HeadPiece gives its own tensors, which end with the rows.
+    """
     check_count(leaf.meta, tokens)
     if leaf.arrays:
         raise Misfit(f"{len(leaf.arrays)} arrays beside its rows")
@@ -106,10 +118,23 @@ def _tensors(leaf: Leaf, side: str, piece: RowPiece | None, rows: int, buffer: i
             mx.zeros((1, heads, buffer, width), dtype=dtype_named(dtype))
             for width, dtype in zip(widths, dtypes, strict=True)
         )
+    if isinstance(piece, HeadPiece):
+        return _as_they_are(piece, side, rows, heads, list(zip(dtypes, widths, strict=True)))
     found = [(dtype_name(part), *part.shape) for part in piece.parts]
     if found != [(d, rows, heads * w) for d, w in zip(dtypes, widths, strict=True)]:
         raise Misfit(f"its {side} are {found}, not {rows} rows of {heads} x {widths} {dtypes}")
     return tuple(_padded(part, heads, buffer) for part in piece.parts)
+
+
+def _as_they_are(
+    piece: HeadPiece, side: str, rows: int, heads: int, wanted: list[tuple[str, int]]
+) -> Tensors:
+    """Tensors that are turned already, as array objects of the caller's own."""
+    found = [(dtype_name(part), *part.shape) for part in piece.parts]
+    if found != [(dtype, 1, heads, rows, width) for dtype, width in wanted]:
+        raise Misfit(f"its {side} are {found}, not {rows} rows of {heads} x {wanted}")
+    # A new object at no cost; MLX copies the shared memory when one of the two is written to.
+    return tuple(part.reshape(part.shape) for part in piece.parts)
 
 
 def _padded(part: mx.array, heads: int, buffer: int) -> mx.array:
@@ -135,10 +160,7 @@ def cut_rows(leaf: Leaf, tokens: int) -> Cut:
     """The first rows, of a class that has a row a token."""
     if leaf.meta.get("unused"):
         return leaf.meta, None, None
-    sides = [
-        piece and RowPiece(tuple(part[:tokens] for part in piece.parts), piece.fmt)
-        for piece in (leaf.keys, leaf.values)
-    ]
+    sides = [piece and piece.first(tokens) for piece in (leaf.keys, leaf.values)]
     keys, values = (side if tokens else None for side in sides)
     return {**leaf.meta, "offset": tokens, "rows": tokens}, keys, values
 
@@ -275,7 +297,13 @@ def give_chunk(template: Any, leaf: Leaf, tokens: int, room: int) -> Any:
     made.start_position = integer(leaf.meta, "start", 0, tokens)
     rows = integer(leaf.meta, "rows", tokens - made.start_position, tokens - made.start_position)
     length = integer(leaf.meta, "buffer", rows, rows + 2 * _STEP)
+    leaf = dataclasses.replace(leaf, keys=_turned(leaf.keys), values=_turned(leaf.values))
     return _fill(made, leaf, tokens, lambda _: length if room else rows)
+
+
+def _turned(piece: RowPiece | None) -> RowPiece | None:
+    """Rows that can be put into a buffer of another length."""
+    return piece.turned() if isinstance(piece, HeadPiece) else piece
 
 
 _CLASSES: Sequence[tuple[str, str, Any, Any, Any]] = (

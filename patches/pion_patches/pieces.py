@@ -195,6 +195,10 @@ class RowPiece:
         """Bytes of all rows."""
         return sum(part.nbytes for part in self.parts)
 
+    def first(self, rows: int) -> RowPiece:
+        """The first rows, sharing memory."""
+        return RowPiece(tuple(part[:rows] for part in self.parts), self.fmt)
+
     def to_bytes(self) -> memoryview:
         """All rows, `[N][row_bytes]` little-endian: what `FMT PACKED` carries of its store format.
 
@@ -228,6 +232,38 @@ class RowPiece:
             parts.append(array_from(column.reshape(-1).data, dtype, (rows, width)))
             at += nbytes
         return cls(tuple(parts), layout.fmt)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPiece(RowPiece):
+    """A piece whose `parts` are `[1, H, N, width_i / H]`: rows turned as a cache keeps them.
+
+    A rebuilt cache takes these very tensors, without a copy and without room for more rows.
+    """
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, N."""
+        return int(self.parts[0].shape[2])
+
+    @property
+    def layout(self) -> RowLayout:
+        """What a row is made of."""
+        widths = tuple(int(part.shape[1]) * int(part.shape[3]) for part in self.parts)
+        return RowLayout(self.fmt, tuple(dtype_name(part) for part in self.parts), widths)
+
+    def first(self, rows: int) -> RowPiece:
+        """The first rows, sharing memory."""
+        return HeadPiece(tuple(part[:, :, :rows] for part in self.parts), self.fmt)
+
+    def turned(self) -> RowPiece:
+        """The same rows as `[N, width_i]`, copied where there are several heads."""
+        parts = (part[0].swapaxes(0, 1).reshape(self.rows, -1) for part in self.parts)
+        return RowPiece(tuple(mx.contiguous(part) for part in parts), self.fmt)
+
+    def views(self) -> tuple[memoryview, ...]:
+        """The bytes of each part as `RowPiece.views` gives them."""
+        return self.turned().views()
 
 
 @dataclass(frozen=True, slots=True)

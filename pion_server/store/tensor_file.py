@@ -13,17 +13,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from pion_server.errors import DamagedEntry
 from pion_server.formats import Format, InputType, Run
 from pion_server.store.files import StoreFile
+from pion_server.store.log import Record
 from pion_server.store.rows import StoredRows
 
 PAGE = 4096
 STEP_BYTES = 4 << 20
 
 U8 = NDArray[np.uint8]
-_ITEM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "U32": 4}
+ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
+ITEM_BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Part:
     @property
     def row_bytes(self) -> int:
         """Bytes one head of one row has."""
-        return self.width * _ITEM_BYTES[self.dtype]
+        return self.width * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,29 @@ def choose_layout(fmt: Format, heads: int, head_dim: int, *, stored: bool) -> La
     if fmt.native is not None:
         return _plain(fmt.native.name, heads, head_dim, lambda run: _bytes(run.body))
     if fmt.name == "mlx4g32" and head_dim % 32 == 0:
-        return _grouped(heads, head_dim)
+        return _grouped(fmt, heads, head_dim)
     return _plain("U8", 1, fmt.packed_row_bytes, lambda run: _bytes(fmt.pack(run)))
+
+
+def split_packed(fmt: Format, parts: Sequence[Part]) -> Layout:
+    """The parts of PACKED rows, one after another in a row; each splits evenly among its heads.
+
+    Raises ValueError unless they are the whole row.
+    """
+    widths = [part.heads * part.row_bytes for part in parts]
+    if sum(widths) != fmt.packed_row_bytes:
+        raise ValueError(f"parts of {sum(widths)} bytes for rows of {fmt.packed_row_bytes}")
+
+    def split(run: Run) -> list[U8]:
+        rows = _bytes(fmt.pack(run)).reshape(run.rows, -1)
+        pieces, at = [], 0
+        for part, width in zip(parts, widths, strict=True):
+            piece = rows[:, at : at + width]
+            pieces.append(piece.reshape(run.rows, part.heads, part.row_bytes))
+            at += width
+        return pieces
+
+    return Layout(tuple(parts), split)
 
 
 def _bytes(data: object) -> U8:
@@ -76,40 +101,44 @@ def _plain(dtype: str, heads: int, width: int, read: Callable[[Run], U8]) -> Lay
     return Layout((part,), lambda run: (read(run).reshape(run.rows, heads, part.row_bytes),))
 
 
-def _grouped(heads: int, head_dim: int) -> Layout:
-    """mlx4g32: a row is all codes, all scales, all biases; each splits evenly among the heads."""
+def _grouped(fmt: Format, heads: int, head_dim: int) -> Layout:
+    """mlx4g32: a row is all codes, all scales, all biases."""
     parts = (
         Part(".codes", "U32", heads, head_dim // 8),
         Part(".scales", "F16", heads, head_dim // 32),
         Part(".biases", "F16", heads, head_dim // 32),
     )
-
-    def split(run: Run) -> list[U8]:
-        rows = _bytes(run.body).reshape(run.rows, -1)
-        pieces, at = [], 0
-        for part in parts:
-            end = at + heads * part.row_bytes
-            pieces.append(rows[:, at:end].reshape(run.rows, heads, part.row_bytes))
-            at = end
-        return pieces
-
-    return Layout(parts, split)
+    return split_packed(fmt, parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One layer of keys or values: its name (`k.0`), its rows and their layout."""
+    """One layer of keys or values: its name (`k.0`), its rows and their layout.
+
+    `checksum`: the xxh3-64 (hex) that its rows have as PACKED bytes, where somebody knows it.
+    """
 
     name: str
     rows: StoredRows
     layout: Layout
+    checksum: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateBlob:
+    """Recurrent state as one U8 tensor: its name, the record that holds it, xxh3-64 (hex)."""
+
+    name: str
+    record: Record
+    checksum: str
 
 
 class TensorFile:
     """A file still to be written: its header, and where each tensor goes."""
 
-    def __init__(self, sides: Sequence[Side]) -> None:
+    def __init__(self, sides: Sequence[Side], blobs: Sequence[StateBlob] = ()) -> None:
         self.sides = sides
+        self.blobs = blobs
         self._places: list[list[int]] = []
         entries: dict[str, object] = {}
         at = 0
@@ -125,6 +154,15 @@ class TensorFile:
                 places.append(at)
                 at = end
             self._places.append(places)
+        for blob in blobs:
+            end = at + blob.record.length
+            entries[blob.name] = {
+                "dtype": "U8",
+                "shape": [blob.record.length],
+                "data_offsets": [at, end],
+            }
+            self._places.append([at])
+            at = end
         text = json.dumps(entries, separators=(",", ":")).encode()
         padded = -(8 + len(text)) % PAGE + len(text)
         self.header = padded.to_bytes(8, "little") + text.ljust(padded)
@@ -136,17 +174,25 @@ class TensorFile:
         return len(self.header) + self.data_bytes
 
     def write(self, file: StoreFile) -> None:
-        """Write everything; raises OSError, and DamagedEntry for rows that fail their checksum."""
+        """Write everything; raises OSError, and DamagedEntry for bytes that fail their checksum."""
         file.write([self.header], 0)
-        for side, places in zip(self.sides, self._places, strict=True):
-            side.rows.verify()
+        for side, places in zip(self.sides, self._places, strict=False):
+            if side.checksum is None:
+                side.rows.verify()
             self._write_side(file, side, places)
+        for blob, (place,) in zip(self.blobs, self._places[len(self.sides) :], strict=True):
+            data = blob.record.read()
+            _compare(xxhash.xxh3_64_hexdigest(data), blob.checksum, blob.name)
+            file.write([data], len(self.header) + place)
 
     def _write_side(self, file: StoreFile, side: Side, places: list[int]) -> None:
         parts, done = side.layout.parts, 0
+        digest = xxhash.xxh3_64()
         row_bytes = max(side.rows.format.dim * 4, side.rows.format.packed_row_bytes)
         for run in side.rows.runs(max(1, STEP_BYTES // row_bytes)):
             assert isinstance(run, Run), "rows with gaps are refused before"
+            if side.checksum is not None:
+                digest.update(side.rows.format.pack(run))
             for part, place, piece in zip(parts, places, side.layout.split(run), strict=True):
                 by_head = np.ascontiguousarray(piece.transpose(1, 0, 2))
                 for head in range(part.heads):
@@ -154,3 +200,12 @@ class TensorFile:
                     offset = len(self.header) + place + row * part.row_bytes
                     file.write([by_head[head].reshape(-1).data], offset)
             done += run.rows
+        if side.checksum is not None:
+            _compare(digest.hexdigest(), side.checksum, side.name)
+
+
+def _compare(found: str, expected: str, name: str) -> None:
+    if found != expected:
+        raise DamagedEntry(
+            f"stored data is damaged: {name} does not have the checksum it came with"
+        )

@@ -15,6 +15,8 @@ class Connection:
     address: str
     local_address: str
     peer_is_local: bool
+    # A Unix socket: a reply may carry a descriptor.
+    takes_descriptors: bool = False
     authenticated: bool = True
     # Whose stores its commands reach; None: the admin's, or everybody's where there is no password.
     tenant: bytes | None = None

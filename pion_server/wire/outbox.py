@@ -6,13 +6,14 @@ produced, or sent from their file, piece by piece as the socket takes them.
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 from collections import deque
 from collections.abc import Iterator
 
 from pion_server.payload import Chunk, FileSpan, Payload
-from pion_server.wire.replies import Outgoing
+from pion_server.wire.replies import Attached, Outgoing
 
 # What a queued object costs beside its bytes; roughly, and rather too much.
 _OVERHEAD = 256
@@ -37,14 +38,16 @@ class Outbox:
         self._joined = bytearray()
         self._payload: Iterator[Chunk] | None = None
         self._left = 0
-        self._chunk: Chunk | None = None
+        self._chunk: Chunk | Attached | None = None
         self._offset = 0
         self._spool = spool
         self.held = 0
 
     def put(self, pieces: list[Outgoing]) -> None:
         for piece in pieces:
-            if not isinstance(piece, Payload):
+            if isinstance(piece, Attached):
+                self.held += len(piece)
+            elif not isinstance(piece, Payload):
                 size = len(piece)
                 if size < _JOIN_BELOW:
                     self._joined += piece
@@ -125,9 +128,11 @@ class Outbox:
         if _size(chunk):
             self._chunk = chunk
 
-    def _send_chunk(self, sock: socket.socket, chunk: Chunk | None) -> int:
+    def _send_chunk(self, sock: socket.socket, chunk: Chunk | Attached | None) -> int:
         if isinstance(chunk, FileSpan):
             sent = self._send_span(sock, chunk)
+        elif isinstance(chunk, Attached):
+            sent = _send_attached(sock, chunk, self._offset)
         else:
             assert chunk is not None
             more = _MORE if self._queue or self._payload else 0
@@ -167,7 +172,15 @@ class Outbox:
             close()
 
 
-def _size(chunk: Chunk | None) -> int:
+def _send_attached(sock: socket.socket, piece: Attached, offset: int) -> int:
+    """The descriptor goes with the first byte."""
+    if offset:
+        return sock.send(piece.data[offset:])
+    number = array.array("i", [piece.file.fileno()])
+    return sock.sendmsg([piece.data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, number)])
+
+
+def _size(chunk: Chunk | Attached | None) -> int:
     if isinstance(chunk, FileSpan):
         return chunk.length
     return 0 if chunk is None else len(chunk)

@@ -4,6 +4,7 @@ None → null              int → `:`               bool → `#` (RESP2 `:1`, `
 str → `+` (one line)     bytes-like → `$`        float → `,` (RESP2 `$`)
 list, tuple → `*`        dict → `%` (RESP2 flat `*`)
 Verbatim → `=txt:` (RESP2 `$`)      Payload → `$`, streamed      CommandError → `-`
+Handover → its value, a descriptor attached (never inside another value)
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pion_server.errors import CommandError
-from pion_server.payload import Buffer, Payload
-
-Outgoing: TypeAlias = Buffer | Payload
+from pion_server.payload import Buffer, Handover, OpenFile, Payload
 
 # Longer values go out from where they lie; shorter ones are cheaper copied into one piece.
 _COPY_BELOW = 16 * 1024
@@ -28,6 +27,20 @@ class Verbatim:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Bytes that are sent together with the descriptor of an open file."""
+
+    data: bytes
+    file: OpenFile
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+Outgoing: TypeAlias = Buffer | Payload | Attached
+
+
 class NoReply:
     """The command answers nothing (its connection is closed instead)."""
 
@@ -37,6 +50,10 @@ NO_REPLY = NoReply()
 
 def encode(value: object, protocol: int = 2) -> list[Outgoing]:
     """The reply's pieces in order. TypeError or ValueError for what RESP cannot say."""
+    if isinstance(value, Handover):
+        (text,) = encode(value.value, protocol)
+        assert isinstance(text, bytearray), "what goes along with a descriptor is short"
+        return [Attached(bytes(text), value.file)]
     encoder = _Encoder(protocol)
     encoder.put(value)
     if encoder.text:

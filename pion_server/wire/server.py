@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import os
 import socket
-from typing import Any
+from typing import Any, TypeAlias
 
 from pion_server.wire.channel import Channel
 from pion_server.wire.connection import Connection
@@ -19,6 +20,8 @@ _SPOOL = 256 * 1024
 _ACCEPT_PAUSE = 0.1
 # All clients together may let this many times the limit of one of them pile up.
 _OUTPUT_SHARES = 4
+
+Address: TypeAlias = "tuple[Any, ...] | str | bytes"
 
 
 class Server:
@@ -73,11 +76,13 @@ class Server:
 
         self.loop.call_later(_ACCEPT_PAUSE, accept_again)
 
-    def _open(self, sock: socket.socket, peer: tuple[Any, ...], lane: Lane) -> None:
+    def _open(self, sock: socket.socket, peer: Address, lane: Lane) -> None:
         try:
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            is_unix = sock.family == socket.AF_UNIX
+            if not is_unix:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             local = sock.getsockname()
         except OSError:  # gone already
             sock.close()
@@ -87,7 +92,8 @@ class Server:
             id=self.connections_accepted,
             address=format_address(peer),
             local_address=format_address(local),
-            peer_is_local=is_local(str(peer[0])),
+            peer_is_local=is_unix or is_local(str(peer[0])),
+            takes_descriptors=is_unix,
         )
         self.service.connected(connection)
         self._channels.add(Channel(self, sock, connection, lane))
@@ -140,7 +146,10 @@ def _turn_away(sock: socket.socket, farewell: bytes) -> None:
     sock.close()
 
 
-def format_address(address: tuple[Any, ...]) -> str:
+def format_address(address: Address) -> str:
+    """`host:port`; a Unix socket's path, empty for its clients, and :0 as Redis writes it."""
+    if not isinstance(address, tuple):
+        return f"{os.fsdecode(address) or 'unix'}:0"
     host, port = str(address[0]), address[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -46,7 +46,7 @@ class Channel:
         """Receive 1 to `len(target)` bytes."""
         while True:
             try:
-                count = self._socket.recv_into(target)
+                count = self._take(target)
             except BlockingIOError:
                 self._wait(select.POLLIN, "answer stalled")
                 continue
@@ -55,6 +55,9 @@ class Channel:
             if self._patience.watch is not None and not self._patience.watch(count):
                 raise GivenUp("what is left takes longer than it is worth")
             return count
+
+    def _take(self, target: memoryview) -> int:
+        return self._socket.recv_into(target)
 
     def _wait(self, events: int, what: str, limit: float | None = None) -> int:
         limit = self._patience.stall if limit is None else limit

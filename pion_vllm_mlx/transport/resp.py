@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from pion_vllm_mlx.transport import (
@@ -60,7 +60,7 @@ class RespConnection:
         self._pid = os.getpid()
         self._buffer = bytearray(_READ_AHEAD)
         self._start = self._end = 0
-        self._socket: socket.socket | None = connect(host, port, deadline)
+        self._socket: socket.socket | None = self._open(host, port, deadline)
         if password is not None:
             words = ("AUTH", password) if username is None else ("AUTH", username, password)
             left = seconds_left(deadline, "to authenticate")
@@ -68,6 +68,12 @@ class RespConnection:
             if reply != "OK":
                 self.close()
                 raise Refused(f"AUTH: {reply!s}")
+
+    def _open(self, host: str, port: int, deadline: float) -> socket.socket:
+        return connect(host, port, deadline)
+
+    def _channel(self, sock: socket.socket, patience: Patience) -> Channel:
+        return Channel(sock, patience)
 
     @property
     def usable(self) -> bool:
@@ -88,18 +94,19 @@ class RespConnection:
 
     def exchange(self, commands: Sequence[Command], patience: Patience) -> list[Reply]:
         """Send all commands, read all replies; see `Lane.exchange`. Any error closes."""
-        if self._socket is None:
-            raise Unavailable("connection is closed")
-        try:
-            channel = Channel(self._socket, patience)
+        with self._use(patience) as channel:
             if channel.has_input():
                 raise Unavailable("connection closed by the server, or out of step")
             self._send(channel, request_chunks(commands))
-            if self._start == self._end:
-                channel.await_first_byte()
-            replies = [self._reply(channel, command.place, 0, 0) for command in commands]
-            if self._start != self._end:
-                raise ProtocolError("more replies than commands")
+            return self._replies(channel, [command.place for command in commands])
+
+    @contextlib.contextmanager
+    def _use(self, patience: Patience) -> Iterator[Channel]:
+        """The socket under the deadlines of one exchange; whatever goes wrong closes it."""
+        if self._socket is None:
+            raise Unavailable("connection is closed")
+        try:
+            yield self._channel(self._socket, patience)
         except OSError as error:
             self.close()
             raise Unavailable(f"connection lost: {error}") from error
@@ -107,6 +114,13 @@ class RespConnection:
             # Cancelled or interrupted between request and reply: the stream is out of step.
             self.close()
             raise
+
+    def _replies(self, channel: Channel, places: Sequence[Place | None]) -> list[Reply]:
+        if self._start == self._end:
+            channel.await_first_byte()
+        replies = [self._reply(channel, place, 0, 0) for place in places]
+        if self._start != self._end:
+            raise ProtocolError("more replies than commands")
         return replies
 
     def _send(self, channel: Channel, chunks: list[memoryview]) -> None:

@@ -124,7 +124,6 @@ def test_nothing_near_points_to_the_help() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--unixsocket", "/s"),
         ("--wal-size", "1mb"),
         ("--tls",),
     ],

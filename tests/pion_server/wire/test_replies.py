@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pion_server.errors import BadArgument
 from pion_server.payload import Payload
-from pion_server.wire.replies import Verbatim, encode, one_line
+from pion_server.wire.replies import Attached, Verbatim, encode, one_line
 
 
 def joined(value: object, protocol: int) -> bytes:
@@ -18,6 +18,7 @@ def joined(value: object, protocol: int) -> bytes:
         if isinstance(piece, Payload):
             out += b"".join(bytes(chunk) for chunk in piece.chunks())  # type: ignore[arg-type]
         else:
+            assert not isinstance(piece, Attached)
             out += bytes(piece)
     return out
 
