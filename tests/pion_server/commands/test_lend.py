@@ -20,6 +20,7 @@ import xxhash
 
 from pion_server.errors import CommandError
 from pion_server.store import lending
+from pion_server.store.final_file import make_final_file
 from pion_server.store.lending import BlobWanted, Lending, LendRequest, RowsWanted
 from pion_server.store.opening import StoreOptions, Stores, open_stores
 from pion_server.store.schema import uniform
@@ -228,6 +229,29 @@ def test_the_unix_socket_wants_the_password_like_every_door(server: Start) -> No
     unix.close()
 
 
+def test_nobody_is_lent_what_is_another_tenants(server: Start, ns: bytes) -> None:
+    """I03: the same name and the same layout, two tenants and the admin."""
+    running = server("--requirepass", "root", "--tenant", "a=pa", "--tenant", "b=pb")
+    path = os.fsencode(running.directory / "pion.sock")
+    a, b, admin = UnixClient(path), UnixClient(path), UnixClient(path)
+    assert a.call("AUTH", "a", "pa") == b.call("AUTH", "b", "pb") == "OK"
+    assert admin.call("AUTH", "root") == "OK"
+    gen, layout = fill(a, ns)
+    a.call("KV.PREFIX.LEND", ns, gen, layout)
+    borrow(a, ns)
+    for other in (b, admin):
+        assert other.call("KV.PREFIX.LEND", ns) is None
+        assert other.error("KV.PREFIX.LEND", ns, gen, layout).startswith("STALE")
+        assert other.files == []
+    other_gen, other_layout = fill(b, ns, seed=8)
+    b.call("KV.PREFIX.LEND", ns, other_gen, other_layout)
+    assert not np.array_equal(
+        tensors(borrow(b, ns)[1])["k.0.0"], tensors(borrow(a, ns)[1])["k.0.0"]
+    )
+    for client in (a, b, admin):
+        client.close()
+
+
 def test_the_socket_is_private_answers_resp_and_goes_with_the_server(server: Start) -> None:
     running = server()
     path = running.directory / "pion.sock"
@@ -364,7 +388,7 @@ def test_a_prefix_that_changes_while_its_file_is_made_is_not_lent(
 ) -> None:
     lent = Lending(stores.vstore, stores.ssm, tmp_path / "x")
     request = request_for(stores, b"a", blob=b"state")
-    real = lending.make_final_file
+    real = make_final_file
 
     def make_and_change(*args: Any) -> Any:
         made = real(*args)
