@@ -11,7 +11,6 @@ does, does not. Sessions are named `<namespace>_attn`.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -21,6 +20,7 @@ from pion_patches.prefix_entry import CannotSplit, PrefixMismatch, model_name
 from pion_patches.remote import RemoteEntry, RemoteRows, remote_slots
 from pion_vllm_mlx.attend_slots import AttendSlots, is_exact, session_of
 from pion_vllm_mlx.attend_wire import F32, AttendWire, as_f32, is_missing
+from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.restore import (
     Found,
     Miss,
@@ -72,7 +72,7 @@ class Stage2:
         self._template = template
         self._restore = restore
         self._entries: OrderedDict[tuple[bytes, Sparse | None], RemoteEntry] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         #: WARMs that queries caused.
         self.cold_rehydrates = 0
 
@@ -91,11 +91,16 @@ class Stage2:
             check_wanted(found.manifest, tokens, self._fingerprint(), self._tier)
         except (Miss, TransportError):
             return None
+        # One at a time, so that threads that come for one prefix share it.
         with self._lock:
             held = self._entries.get((name, sparse))
-            if held is not None and self._is_current(held, found):
+            if held is None or not self._is_current(held, found):
+                held = self._make(name, found, sparse)
+            if held is not None:
                 self._tally.add("hits")
-                return held
+        return held
+
+    def _make(self, name: bytes, found: Found, sparse: Sparse | None) -> RemoteEntry | None:
         try:
             entry = self._make_entry(name, found, sparse)
         except NotOnTheWire as reason:
@@ -105,12 +110,10 @@ class Stage2:
         except _Trouble as trouble:
             self._tell("attention in the server is not to be had", trouble)
             return None
-        self._tally.add("hits")
         self._tally.add("wire_prefixes")
-        with self._lock:
-            self._entries[name, sparse] = entry
-            while len(self._entries) > _ENTRIES_KEPT:
-                self._entries.popitem(last=False)
+        self._entries[name, sparse] = entry
+        while len(self._entries) > _ENTRIES_KEPT:
+            self._entries.popitem(last=False)
         return entry
 
     def clear(self) -> None:

@@ -7,7 +7,6 @@ recurrent state and whatever the engine cannot compute are fetched once, as a re
 from __future__ import annotations
 
 import math
-import threading
 import time
 import weakref
 from collections import deque
@@ -33,6 +32,7 @@ from pion_vllm_mlx.attend_wire import (
 )
 from pion_vllm_mlx.decode_session import DecodeSession
 from pion_vllm_mlx.manifest import LeafEntry, Manifest
+from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.restore import Found, Miss
 from pion_vllm_mlx.transport import Patience, ServerError
 from pion_vllm_mlx.transport.binary import ColdEntry
@@ -157,7 +157,7 @@ class WirePrefix:
         self._restore = restore
         self._tell = tell
         self._rows: dict[int, PrefixRows] | None = None
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._asked_at = time.monotonic()
         wait = min(max(found.manifest.prefill_ms / 1000, _LEAST_WAIT), _LONGEST_WAIT)
         self.patience = Patience(first_byte=wait, stall=2.0, total=wait + 10.0)
