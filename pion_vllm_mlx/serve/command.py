@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     logging.getLogger().setLevel(max(logging.WARNING, logging.getLevelName(options.log_level)))
     logging.getLogger("pion_vllm_mlx").setLevel(options.log_level)
     if options.prompt_cache_bytes is None:
-        options.prompt_cache_bytes = _eighth_of_memory()
+        options.prompt_cache_bytes = _quarter_of_memory()
     guard = Guard([options.host, *options.allowed_host], options.allowed_origins)
     try:
         door = Door(options.host, options.port, guard)
@@ -148,5 +148,5 @@ def _end(generator: Generator) -> None:
     generator.wait_for_end(10.0)
 
 
-def _eighth_of_memory() -> int:
-    return max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
+def _quarter_of_memory() -> int:
+    return max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 log = logging.getLogger("pion_vllm_mlx")
 
 #: Requests in a row that have to part at the same place.
@@ -31,7 +33,7 @@ class HeadWatch:
         last, self._last = self._last, list(prompt)
         if self.told or min(len(last), len(prompt)) < _LONG:
             return
-        place = next((i for i, (a, b) in enumerate(zip(last, prompt, strict=False)) if a != b), -1)
+        place = _parting(last, prompt)
         if place < 0 or place > min(len(last), len(prompt)) // 2 or not _meet(last, prompt, place):
             self._places.clear()
             return
@@ -49,6 +51,13 @@ class HeadWatch:
             decode(list(prompt[here])),
             decode(last[here]),
         )
+
+
+def _parting(one: Sequence[int], other: Sequence[int]) -> int:
+    """Where two prompts begin to differ; -1 where one is the beginning of the other."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
+    return int(different[0]) if len(different) else -1
 
 
 def _meet(one: Sequence[int], other: Sequence[int], place: int) -> bool:

@@ -38,7 +38,7 @@ _STOCK: Final[dict[str, list[tuple[str, Any, str | None, str]]]] = {
             "--prompt-cache-bytes",
             None,
             "SIZE",
-            "their size, as 8GB (default: an eighth of the RAM)",
+            "their size, as 8GB (default: a quarter of the RAM)",
         ),
         ("--kv-bits", None, "N", "quantise the K/V cache; requests are served one at a time then"),
         ("--kv-group-size", 64, "N", "values that share a scale"),

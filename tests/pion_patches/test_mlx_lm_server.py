@@ -174,6 +174,36 @@ def test_prompts_of_other_lengths_are_never_padded_on_the_right(
     assert padded == []
 
 
+def test_text_that_is_cut_into_other_tokens_is_reused_up_to_there(
+    warm: Questions, cold: Questions
+) -> None:
+    """L01: what was generated as 13, 271 comes back from the client's text as 382."""
+    head, tail = WORDS[:195], WORDS[200:220]
+    warm.ids([*head, 13, 71, *tail])
+    joined = [*head, 82, *tail]
+    found = warm.ids(joined)
+    assert found.tokens == cold.ids(joined).tokens
+    # The state of a hybrid is kept at the last multiple of 64 before the end.
+    assert found.cached in (195, 192)
+
+
+def test_no_conversation_shows_in_another(folders: dict[str, Path]) -> None:
+    """G01: twenty with a word of their own, room for five, two fresh prompts at a time."""
+    prompts = [[number + 10, *WORDS[:60], number + 100] for number in range(20)]
+    fresh = [[*WORDS[300 + turn : 360 + turn], turn + 10] for turn in range(40)]
+    with serving(folders["llama"], memory=Forgetful()) as cold:
+        expected = [cold.ids(prompt, count=4).tokens for prompt in fresh]
+    with serving(folders["llama"], memory=PromptMemory(5)) as warm:
+        for prompt in prompts:
+            warm.ids(prompt, count=4)
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda prompt: warm.ids(prompt, count=4), fresh))
+        assert len(warm.memory) <= 5
+    assert [answer.tokens for answer in answers] == expected
+    # A word or two at the beginning may be the same by chance.
+    assert max(answer.cached for answer in answers) <= 3
+
+
 def test_a_cache_too_small_for_its_streams_holds_nobody_up(folders: dict[str, Path]) -> None:
     """G05: two places, sixteen prompts."""
     memory = PromptMemory(2)

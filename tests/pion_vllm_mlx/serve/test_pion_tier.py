@@ -63,7 +63,10 @@ def kept(folder: Path, store: LocalServer, **options: Any) -> Iterator[Questions
 def test_the_next_turn_goes_on_after_a_restart(
     folders: dict[str, Path], store: LocalServer, family: str
 ) -> None:
-    """C05, I01's other half: a turn, a tool loop, a regenerated answer, a second session."""
+    """C05, G09: a turn, a tool loop, a regenerated answer, a second session.
+
+    Restored on one thread, computed with on another, stored from a third.
+    """
     first = [SYSTEM, user(200, 330)]
     with serving(folders[family]) as cold:
         answer = cold.chat([dict(m) for m in first])
@@ -178,6 +181,33 @@ def test_what_was_written_before_the_server_died_is_found_when_it_is_back(
         found = questions.ids(WORDS[:300])
     assert found.tokens == expected.tokens
     assert found.cached == 256
+
+
+def test_tenants_find_their_own_only(folders: dict[str, Path], tmp_path: Path) -> None:
+    """I01: the same prompt under two names, after a restart of both server and serve."""
+    tenants = ("--requirepass", "admin", "--tenant", "one=p1", "--tenant", "two=p2")
+    store = LocalServer(tmp_path / "data", tmp_path / "log", ["--no-attention", *tenants])
+
+    def cached(name: str, password: str) -> int:
+        endpoint = Endpoint("127.0.0.1", store.port, username=name, password=password)
+        memory = PromptMemory(tier=PionTier(endpoint))
+        try:
+            with serving(folders["llama"], memory=memory) as questions:
+                found = questions.ids(WORDS[:300])
+                assert memory.tier is not None
+                assert memory.tier.flush(30)  # type: ignore[attr-defined]
+                return found.cached
+        finally:
+            memory.close()
+
+    with store:
+        assert cached("one", "p1") == 0
+        assert cached("two", "p2") == 0
+        assert cached("one", "p1") >= 256
+        store.kill()
+        store.start()
+        assert cached("two", "p2") >= 256
+        assert cached("one", "p1") >= 256
 
 
 def test_other_weights_find_nothing(
