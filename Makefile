@@ -26,7 +26,7 @@ help:
 	@echo 'make demo         one prefix, three processes, a killed server: cold and warm side by side'
 	@echo 'make test         the test suite'
 	@echo 'make check        ruff, mypy --strict, import contracts'
-	@echo 'make bench        the benchmarks (results in evals/results)'
+	@echo 'make bench        the benchmarks; ARGS=suite: lanes and servers compared, one report with plots'
 	@echo 'make evals        the tables: report and plots in evals/results (ARGS="--fraction 0.1" is short)'
 	@echo 'make nightly      the long tests'
 	@echo 'make interop      stock programs and clients of others against our server'

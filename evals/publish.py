@@ -1,7 +1,8 @@
 """Results into the documentation: ``python -m evals publish --out FOLDER``.
 
 The newest result of each eval in FOLDER replaces the one in ``docs/results``; from there
-``docs/results.md``, its plots, and the marked blocks of README and docs are written:
+``docs/results.md``, ``docs/benchmarks.md``, their plots, and the marked blocks of README and docs
+are written:
 
     <!-- result: NAME N -->
     the table number N (from 0) of that eval's result, and where it was measured
@@ -21,13 +22,26 @@ from typing import Any
 
 from evals.plots import draw_plot
 from evals.provenance import describe_in_words
-from evals.report import newest_results, plot_file, render_report, render_table, subtitle
+from evals.report import (
+    BENCHES,
+    EVALS,
+    Collection,
+    newest_results,
+    plot_file,
+    render_report,
+    render_table,
+    subtitle,
+)
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "docs" / "results"
-PAGE = ROOT / "docs" / "results.md"
-#: Benchmarks whose figures README or docs name.
-BENCHES = ("bench-blas",)
+#: Pages written whole, and what they are made of.
+PAGES: Mapping[Path, Collection] = {
+    ROOT / "docs" / "results.md": EVALS,
+    ROOT / "docs" / "benchmarks.md": BENCHES,
+}
+#: Benchmarks of figures alone that README or docs name.
+NAMED = ("bench-blas",)
 
 _BLOCK = re.compile(
     r"(<!-- result: (?P<name>\w+) (?P<number>\d+) -->\n)(?P<body>.*?)(<!-- end of result -->)",
@@ -39,20 +53,19 @@ def publish(folder: Path) -> list[Path]:
     """Take over the newest results of `folder` and write all pages; the pages that changed."""
     folder = folder.resolve()
     PUBLISHED.mkdir(parents=True, exist_ok=True)
-    for document in newest_results(folder):
+    for document in _documents(folder):
         for old in PUBLISHED.glob(f"{document['name']}-*.json"):
             if old.name != document["file"]:
                 old.unlink()
         if folder != PUBLISHED:
             shutil.copy(folder / document["file"], PUBLISHED / document["file"])
-    for name in BENCHES:
+    for name in NAMED:
         paths = sorted(folder.glob(f"{name}-*.json"))
         if paths and folder != PUBLISHED:
             for old in PUBLISHED.glob(f"{name}-*.json"):
                 old.unlink()
             shutil.copy(paths[-1], PUBLISHED)
-    documents = newest_results(PUBLISHED)
-    for document in documents:
+    for document in _documents(PUBLISHED):
         for plot in document["result"]["plots"]:
             draw_plot(plot, subtitle(document), PUBLISHED / plot_file(document, plot))
     changed = []
@@ -65,14 +78,20 @@ def publish(folder: Path) -> list[Path]:
 
 def render_pages() -> dict[Path, str]:
     """What the results page and every page with blocks must say."""
-    documents = newest_results(PUBLISHED)
-    pages = {PAGE: render_report(documents, links="results/")}
-    by_name = {document["name"].removeprefix("eval-"): document for document in documents}
+    pages = {
+        page: render_report(newest_results(PUBLISHED, of), "results/", of)
+        for page, of in PAGES.items()
+    }
+    by_name = {one["name"].removeprefix("eval-"): one for one in newest_results(PUBLISHED)}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
-        if path != PAGE and _BLOCK.search(text):
+        if path not in PAGES and _BLOCK.search(text):
             pages[path] = fill_blocks(text, by_name)
     return pages
+
+
+def _documents(folder: Path) -> list[dict[str, Any]]:
+    return [document for of in PAGES.values() for document in newest_results(folder, of)]
 
 
 def fill_blocks(text: str, documents: Mapping[str, Mapping[str, Any]]) -> str:

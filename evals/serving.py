@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -60,3 +63,37 @@ def server_port(port: int | None, *flags: str) -> Iterator[int]:
 def run_name() -> str:
     """A name no other run has: on a server that is not ours, its prefixes are ours."""
     return f"eval-{os.urandom(8).hex()}"
+
+
+@contextmanager
+def redis_server(folder: Path, program: str = "redis-server") -> Iterator[int | None]:
+    """The port of a Redis (or valkey-server) that keeps nothing; None where none is installed."""
+    found = shutil.which(program)
+    if found is None:
+        print(f"no {program} installed: left out")
+        yield None
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    process = subprocess.Popen([found, *flags], stdout=subprocess.DEVNULL)
+    try:
+        _wait_for_port(port)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for_port(port: int) -> None:
+    ends = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.02)
+        else:
+            return

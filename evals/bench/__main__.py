@@ -1,4 +1,8 @@
-"""Run benchmarks: ``python -m evals.bench [--list] [NAME ...]`` (default: all of them)."""
+"""Run benchmarks: ``python -m evals.bench [--list] [NAME ...]`` (default: all of them).
+
+``python -m evals.bench suite`` runs those that compare lanes and servers, and writes one report
+with plots: ``bench-report.md`` beside the results.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,16 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import evals.bench
-from evals.provenance import describe_in_words, describe_machine, save_result
+from evals.findings import Findings
+from evals.provenance import RESULTS, describe_in_words, describe_machine, save_result
 from evals.registry import load_module, module_names, title_of
+from evals.report import BENCHES, write_report
+
+#: What the bench report is made of.
+SUITE = ("ttft_lanes", "throughput", "store_overhead", "scaling")
 
 
 def bench_names() -> list[str]:
@@ -26,13 +36,34 @@ def run_bench(name: str) -> bool:
     try:
         module = load_module(evals.bench, name)
         print(f"\n== {name}: {title_of(module)}", flush=True)
-        path = save_result(f"bench-{name}", machine, module.run())
+        found = module.run()
+        facts: dict[str, Any] = {}
+        if isinstance(found, Findings):
+            show_tables(found)
+            found = found.as_document()
+            facts = {"title": title_of(module), "model": "", "fraction": 1, "seed": 0}
+            facts["seconds"] = time.perf_counter() - started
+        path = save_result(f"bench-{name}", machine, found, RESULTS, **facts)
     except Exception:
         traceback.print_exc()
         return False
     print(f"-- {time.perf_counter() - started:.1f} s, {describe_in_words(machine)}")
     print(f"-- {os.path.relpath(path)}")
     return True
+
+
+def show_tables(findings: Findings) -> None:
+    """Print the tables as people read them."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for one in findings.tables:
+        table = Table(*map(str, one.columns), title=one.title, box=box.SIMPLE_HEAD)
+        for row in one.rows:
+            table.add_row(*("-" if cell is None else str(cell) for cell in row))
+        console.print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,9 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(known))
         return 0
-    if unknown := [name for name in options.names if name not in known]:
-        parser.error(f"unknown benchmark {unknown[0]!r}; there are: {', '.join(known)}")
-    failed = [name for name in options.names or known if not run_bench(name)]
+    names = SUITE if options.names == ["suite"] else options.names or known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"unknown benchmark {unknown[0]!r}; there are: suite, {', '.join(known)}")
+    failed = [name for name in names if not run_bench(name)]
+    if names is SUITE:
+        print(os.path.relpath(write_report(RESULTS, BENCHES)))
     if failed:
         print(f"\nfailed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -8,7 +8,6 @@ and the bare loop receive into memory that is reused, redis-py has no way to.
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from evals.rounds import interleave, medians
+from evals.serving import redis_server
 from pion_vllm_mlx.local_server import LocalServer
 from pion_vllm_mlx.transport import Command, Patience
 from pion_vllm_mlx.transport.resp import RespConnection
@@ -50,7 +50,7 @@ def run() -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="pion-bench-") as name:
         folder = Path(name)
         server = LocalServer(folder / "data", folder / "server.log")
-        with server, _bare_source() as bare, _redis(folder) as redis_port:
+        with server, _bare_source() as bare, redis_server(folder) as redis_port:
             contestants = {"pion": _fetch_with_pion(server, rows), "bare recv_into": bare}
             if redis_port is not None:
                 contestants |= _redis_contestants(redis_port, rows)
@@ -112,27 +112,6 @@ def _redis_contestants(port: int, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _redis(folder: Path) -> Iterator[int | None]:
-    """The port of a redis-server of our own that keeps nothing, or None where none is installed."""
-    program = shutil.which("redis-server")
-    if program is None:
-        print("no redis-server installed (Debian: apt-get install redis-server): left out")
-        yield None
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL)
-    try:
-        _wait_for_port(port)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
 def _bare_source() -> Iterator[Any]:
     """A function that receives TOTAL bytes from another process and does nothing else."""
     command = [sys.executable, "-c", _SOURCE, str(LAYERS), str(LAYER_BYTES)]
@@ -153,16 +132,3 @@ def _bare_source() -> Iterator[Any]:
     finally:
         process.kill()
         process.wait()
-
-
-def _wait_for_port(port: int) -> None:
-    ends = time.monotonic() + 10
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            if time.monotonic() > ends:
-                raise
-            time.sleep(0.02)
-        else:
-            return

@@ -20,6 +20,7 @@ import numpy as np
 from mlx_lm import load
 from mlx_lm.models import cache as mlx_lm_cache
 
+from evals.findings import Bar, Findings, Table
 from evals.rounds import interleave, medians, ratio_of
 from pion_patches.cache_rebuild import dismantle
 from pion_vllm_mlx.local_server import LocalServer
@@ -42,7 +43,7 @@ _stock: Any = mlx_lm_cache
 
 def run(
     prefix_tokens: int = PREFIX_TOKENS, rounds: int = ROUNDS, store_rounds: int = STORE_ROUNDS
-) -> Mapping[str, Any]:
+) -> Findings:
     """Seconds of every round by way, and the ratios of the rounds."""
     with (
         tempfile.TemporaryDirectory(prefix="pion-bench-") as folder,
@@ -50,7 +51,31 @@ def run(
     ):
         first_token = _first_token(server, prefix_tokens, rounds)
         stored = _stored(server, Path(folder), store_rounds)
-    return {"first_token": first_token, "store": stored}
+    return _findings(first_token, stored)
+
+
+def _findings(first_token: Mapping[str, Any], stored: Mapping[str, Any]) -> Findings:
+    titles = {
+        f"{first_token['tokens']} cold tokens, then {QUESTION_TOKENS}: to the first token": (
+            first_token,
+            "storing",
+            1.02,
+        ),
+        f"{stored['tokens']} tokens, stored and acknowledged": (stored, "Pion", 2.5),
+    }
+    tables, bars = [], []
+    for title, (found, ours, most) in titles.items():
+        ratio = found["ratio"]
+        told = f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+        rows = [
+            (way, f"{middle * 1e3:.1f} ms", told if way == ours else "-")
+            for way, middle in medians(found["seconds"]).items()
+        ]
+        tables.append(Table(title, ("way", "median", "to the other (95%)"), rows))
+        # It holds where the interval of the ratio reaches it.
+        bars.append(Bar(f"{title}: other / ours", 1 / ratio["low"], 1 / most, decides=False))
+    figures = {"first_token": first_token, "store": stored}
+    return Findings(figures, tables, bars=bars)
 
 
 def _first_token(server: LocalServer, tokens: int, rounds: int) -> Mapping[str, Any]:
