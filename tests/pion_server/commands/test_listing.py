@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.pion_server.commands.checks import refuse
 from tests.pion_server.commands.test_meta import ROW_BYTES, begin, fill
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ def test_every_namespace_that_begins_so_is_listed_with_its_bytes(
         ns + b"-state": [0, 5, 0],
     }
     assert listed(client, ns + b"-nothing") == []
-    refuse(client, "KV.PREFIX.LIST", b"")
 
 
 def test_a_manifest_alone_is_listed(client: RawClient, ns: bytes) -> None:
