@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,12 @@ def test_digests_are_the_golden_ones() -> None:
     """N01: one golden hex, pinned."""
     assert SCOPE.root().hex() == GOLDEN_ROOT
     assert tuple(digests(SCOPE, IDS)) == GOLDEN
+
+
+def test_the_documentation_has_the_golden_ones() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "lineage.md").read_text()
+    assert GOLDEN_ROOT in text
+    assert GOLDEN[0] in text
 
 
 @pytest.mark.parametrize("seed", ["0", "1", None])
