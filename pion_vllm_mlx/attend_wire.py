@@ -238,7 +238,8 @@ class AttendWire:
 
 def as_f32(array: Any) -> F32:
     """Any array of numbers as contiguous float32; MLX's bfloat16, which numpy lacks, included."""
-    if isinstance(array, mx.array):
+    # Even a cast that changes nothing is computed, by another thread that has to wake up.
+    if isinstance(array, mx.array) and array.dtype != mx.float32:
         array = array.astype(mx.float32)
     return np.ascontiguousarray(array, dtype=np.float32)
 

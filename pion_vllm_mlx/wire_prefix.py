@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 from pion_patches.lse import attend_with_lse, merge
 from pion_patches.prefix_entry import FullSlot, capture_slot
@@ -278,7 +279,7 @@ class WireReader:
         head_map = even_map(len(asked), keys.shape[0])
 
         def rows(start: int) -> tuple[F32, F32]:
-            return as_f32(keys[:, start:]), as_f32(values[:, start:])
+            return _rows_from(keys, start), _rows_from(values, start)
 
         out, lse = self._prefix.ask(
             lambda: wire.step(session, layer, asked, length, rows, head_map)
@@ -320,6 +321,13 @@ class WireReader:
         here = attend_with_lse(queries[None], keys[None], values[None], scale=scale, mask="causal")
         out, lse = merge([there, here])
         return out[0], lse[0]
+
+
+def _rows_from(side: mx.array, start: int) -> F32:
+    """Rows [K, start.., D] of an evaluated [K, S, D]."""
+    if side.dtype == mx.float32:
+        return as_f32(np.asarray(side)[:, start:])
+    return as_f32(side[:, start:])
 
 
 def _at(caches: list[Any], path: tuple[int, ...]) -> Any:
