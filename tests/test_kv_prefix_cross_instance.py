@@ -31,8 +31,9 @@ def test_a_fresh_process_hits_and_says_the_same(tmp_path: Path) -> None:
     write_model(folder, "llama", seed=4)
     found = cross_instance.measure(Setting(str(folder)), prefix_tokens=40, tokens=12)
     figures = found.figures
-    assert figures["lookup_before_any_work"] == "HIT"
-    assert [figures[who]["hit"] for who in "abc"] == [False, True, True]
+    assert figures["lookups_before_any_work"] == ["HIT"]
+    assert [figures[who]["hits"] for who in "abc"] == [0, 1, 1]
+    assert [figures[who]["agree"] for who in "abc"] == [12, 12, 12]
     assert [figures[who]["bleu"] for who in "abc"] == [1.0, 1.0, 1.0]
     assert figures["tokens"] == 12
     assert not found.failures()
