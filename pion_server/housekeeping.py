@@ -31,6 +31,9 @@ async def _expire(state: ServerState) -> None:
     while True:
         await asyncio.sleep(1.0)
         state.attend.decodes.drop_idle()
+        if state.keyspace.expiring:
+            async with state.writer_lock:
+                state.keyspace.forget_expired()
         if state.vstore.expiry:
             async with state.writer_lock:
                 try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from pion_server.attend.service import Attention
 from pion_server.config import Config, config_of, config_of_admin
 from pion_server.store.export import Exports
+from pion_server.store.keyspace import Keyspace
 from pion_server.store.lending import Lending
 from pion_server.store.opening import StoreOptions, Stores, open_stores
 from pion_server.store.ssm import SsmStore
@@ -176,6 +177,10 @@ class ServerState:
         return self.stores.ssm
 
     @property
+    def keyspace(self) -> Keyspace:
+        return self.stores.keyspace
+
+    @property
     def uptime(self) -> float:
         """Seconds since the process opened its stores."""
         return time.monotonic() - self.started_at
@@ -213,11 +218,12 @@ def _open_one(config: Config, tenant: str = "") -> ServerState:
             ssm_budget=config.ssm_budget,
             max_disk=config.max_disk,
             vstore_log=config.vstore_log,
+            keyspace_log=config.keyspace_log,
         )
     )
     for notice in stores.notices:
         print(f"pion-server: {notice}", file=sys.stderr)
-    replayed = stores.vstore.log.replayed + stores.ssm.log.replayed
+    replayed = sum(log.replayed for log in stores.logs)
     held = f"{len(stores.vstore.table)} sessions" + (f" of tenant {tenant}" if tenant else "")
     print(f"WAL replayed {replayed} records, {held}", flush=True)
     return ServerState(config, stores, tenant)

@@ -111,15 +111,17 @@ def _memory(state: ServerState) -> dict[str, object]:
 
 
 def _persistence(state: ServerState) -> dict[str, object]:
-    vlog, slog = state.vstore.log, state.ssm.log
+    vlog, slog, klog = state.stores.logs
     return {
         "loading": 0,
         "vstore_wal_bytes": vlog.end if vlog.durable else 0,
         "vstore_snapshot_bytes": vlog.snapshot_bytes,
         "ssm_wal_bytes": slog.end,
         "ssm_snapshot_bytes": slog.snapshot_bytes,
+        "keyspace_wal_bytes": klog.end if klog.durable else 0,
+        "keyspace_snapshot_bytes": klog.snapshot_bytes,
         "dead_bytes": state.stores.dead_bytes,
-        "log_failed": int(bool(vlog.failed or slog.failed)),
+        "log_failed": int(any(log.failed for log in state.stores.logs)),
     }
 
 
@@ -128,6 +130,8 @@ def _stats(state: ServerState) -> dict[str, object]:
         "total_commands_processed": state.commands_executed,
         "evicted_sessions": state.vstore.evictions,
         "evicted_states": state.ssm.evictions,
+        "evicted_keys": state.keyspace.evictions,
+        "expired_keys": state.keyspace.expirations,
         "saturated_values": state.vstore.saturated_values,
     }
 
@@ -154,8 +158,9 @@ def _pion(state: ServerState) -> dict[str, object]:
     return {"stats_scope": "worker", **shown}
 
 
-def _keyspace(_: ServerState) -> dict[str, object]:
-    return {}
+def _keyspace(state: ServerState) -> dict[str, object]:
+    keys = state.keyspace
+    return {"db0": f"keys={len(keys)},expires={keys.expiring},avg_ttl=0"} if len(keys) else {}
 
 
 def _tenants(state: ServerState) -> dict[str, object]:

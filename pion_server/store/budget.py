@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from pion_server.errors import OutOfMemory
 from pion_server.store.log import Record
@@ -18,6 +19,9 @@ class Victim:
     records: Callable[[], Iterable[Record]] = tuple
 
 
+Victims: TypeAlias = Callable[[bytes | None], Iterable[Victim]]
+
+
 class MemoryBudget:
     """Counts what its sources hold and evicts, least recently used first, to make room.
 
@@ -27,26 +31,28 @@ class MemoryBudget:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self._sources: list[
-            tuple[Callable[[], int], Callable[[bytes | None], Iterable[Victim]]]
-        ] = []
+        self._sources: list[tuple[Callable[[], int], Victims]] = []
 
-    def add_source(
-        self, used: Callable[[], int], victims: Callable[[bytes | None], Iterable[Victim]]
-    ) -> None:
+    def add_source(self, used: Callable[[], int], victims: Victims) -> None:
         self._sources.append((used, victims))
 
     @property
     def used(self) -> int:
         return sum(used() for used, _ in self._sources)
 
-    def victims(self, keep: bytes | None) -> Iterator[Victim]:
-        """What may be evicted, in order, leaving namespace `keep` alone."""
+    def victims(self, keep: bytes | None, own: Victims | None = None) -> Iterator[Victim]:
+        """What may be evicted, in order, leaving namespace `keep` alone; those of `own` first."""
+        if own is not None:
+            yield from own(keep)
         for _, victims in self._sources:
-            yield from victims(keep)
+            if victims != own:
+                yield from victims(keep)
 
-    def reserve(self, nbytes: int, keep: bytes | None = None) -> None:
-        """Make room for `nbytes` more without touching namespace `keep`.
+    def reserve(
+        self, nbytes: int, keep: bytes | None = None, *, own: Victims | None = None
+    ) -> None:
+        """Make room for `nbytes` more without touching namespace `keep`; at the cost of `own`,
+        the victims of who asks, as long as it has any.
 
         Raises OutOfMemory, having evicted nothing, if that cannot be done.
         """
@@ -56,7 +62,7 @@ class MemoryBudget:
         if missing <= 0:
             return
         chosen: list[Victim] = []
-        for victim in self.victims(keep):
+        for victim in self.victims(keep, own):
             if missing <= 0:
                 break
             if victim.nbytes > 0:

@@ -11,7 +11,7 @@ from pion_server.errors import DamagedEntry, printable
 from pion_server.store.entries import RecordType, load_meta, name_bytes
 from pion_server.store.files import DirectoryLock, StoreFile
 from pion_server.store.log import ForeignFile, Record
-from pion_server.store.opening import SSM_KIND, VSTORE_KIND, cut_tail
+from pion_server.store.opening import KEYS_KIND, SSM_KIND, VSTORE_KIND, cut_tail
 from pion_server.store.reading import LogReader
 from pion_server.tenants import DIRECTORY as TENANTS
 
@@ -20,6 +20,8 @@ KINDS = {
     "pion.vstore.wal.[0-9]*": VSTORE_KIND,
     "pion.ssm.[0-9]*": SSM_KIND,
     "pion.ssm.wal.[0-9]*": SSM_KIND,
+    "pion.snapshot.[0-9]*": KEYS_KIND,
+    "pion.wal.[0-9]*": KEYS_KIND,
 }
 
 
@@ -96,7 +98,10 @@ def _check_file(path: Path, kind: int, report: CheckReport, repair: bool) -> Non
 def _released_bodies(path: Path, reader: LogReader) -> set[int]:
     """The offsets of bodies in `path` whose bytes the log says were given back to the disk."""
     store, _, worker = path.name.rpartition(".")
-    log = path if store.endswith(".wal") else path.with_name(f"{store}.wal.{worker}")
+    log = path
+    if not store.endswith(".wal"):
+        store = "pion" if reader.kind == KEYS_KIND else store
+        log = path.with_name(f"{store}.wal.{worker}")
     covers = None if log == path else reader.covers
     found: set[int] = set()
     if log.exists():
@@ -113,7 +118,7 @@ def _check_record(path: Path, record: Record, report: CheckReport) -> None:
         record.verify()
     except DamagedEntry as error:
         meta = load_meta(record.meta)
-        name = meta.get("s", meta.get("n", ""))
+        name = meta["o"][0][1] if "o" in meta else meta.get("s", meta.get("n", ""))
         shown = printable(name_bytes(name)) if isinstance(name, str) else "?"
         layer = f" layer {meta['l']}" if "l" in meta else ""
         report.problems.append(

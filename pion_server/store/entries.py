@@ -1,4 +1,4 @@
-"""The record types of the V-store and SSM logs, and how their metadata is written.
+"""The record types of the V-store, SSM and keyspace logs, and how their metadata is written.
 
 Metadata is JSON; names are arbitrary bytes and travel as Latin-1 text, one character a byte.
 """
@@ -46,6 +46,8 @@ class RecordType(enum.IntEnum):
     """Recurrent state stored [s sid, l layer]; body: the blob."""
     STATE_DROP = 21
     """Recurrent state gone [s sid, l layer or null for all]."""
+    KEYS = 30
+    """What one command did to the keyspace [o operations, see `key_changes`]; body: the values."""
 
 
 def dump_meta(meta: dict[str, Any]) -> bytes:

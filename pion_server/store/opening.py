@@ -21,6 +21,8 @@ from pion_server.store.files import (
     StoreFile,
     sync_directory,
 )
+from pion_server.store.key_snapshot import KeyspaceFreeze
+from pion_server.store.keyspace import Keyspace
 from pion_server.store.log import READ_CHUNK, DiskFull, ForeignFile, Record, RecordLog
 from pion_server.store.reading import LogReader
 from pion_server.store.saving import Copying, Saving
@@ -28,11 +30,11 @@ from pion_server.store.snapshot import VStoreFreeze, replay
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore
 
-VSTORE_KIND, SSM_KIND = 1, 2
+VSTORE_KIND, SSM_KIND, KEYS_KIND = 1, 2, 3
 # Given back beyond what is needed, so that the notes about it fit too.
 ROOM_MARGIN = 64 << 10
-# Of the recurrent state's file beside a copy of the V-store.
-COPY_SUFFIX = ".ssm"
+# Of the recurrent state's and the keyspace's files beside a copy of the V-store.
+SSM_COPY, KEYS_COPY = ".ssm", ".keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class StoreOptions:
     ssm_budget: int | None = None
     max_disk: int | None = None
     vstore_log: bool = True
+    keyspace_log: bool = True
     keep_cut: bool = False
 
 
@@ -55,6 +58,7 @@ class Stores:
 
     vstore: VStore
     ssm: SsmStore
+    keyspace: Keyspace
     budget: MemoryBudget
     options: StoreOptions
     notices: list[str]
@@ -71,24 +75,29 @@ class Stores:
         return self.options.directory / f"pion.ssm.{self.options.worker}"
 
     @property
+    def keyspace_snapshot_path(self) -> Path:
+        return self.options.directory / f"pion.snapshot.{self.options.worker}"
+
+    @property
     def dead_bytes(self) -> int:
         """Bytes in log and snapshot that a SAVE gives back."""
         return max(0, self.disk_bytes - self.live_bytes)
 
     @property
-    def _logs(self) -> tuple[RecordLog, RecordLog]:
-        return self.vstore.log, self.ssm.log
+    def logs(self) -> tuple[RecordLog, RecordLog, RecordLog]:
+        """The V-store's, the recurrent state's and the keyspace's."""
+        return self.vstore.log, self.ssm.log, self.keyspace.log
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that both logs and snapshots take on the disk."""
-        files = [file for log in self._logs for file in (log.file, log.snapshot)]
+        """Bytes that all logs and snapshots take on the disk."""
+        files = [file for log in self.logs for file in (log.file, log.snapshot)]
         return sum(file.allocated() for file in files if file is not None)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of rows and recurrent state that are held."""
-        return self.vstore.stored_bytes + self.ssm.stored_bytes
+        """Bytes of rows, recurrent state and keys that are held."""
+        return self.vstore.stored_bytes + self.ssm.stored_bytes + self.keyspace.stored_bytes
 
     def make_room(self, nbytes: int, keep: bytes | None) -> bool:
         """Give the disk back what dead rows take, then what the least recently used prefixes do.
@@ -122,11 +131,11 @@ class Stores:
         """Punch dead bodies out of the files. What made them dead must be durable before."""
         if self.saving:
             raise LogFailed("a SAVE is under way")
-        for log in self._logs:
+        for log in self.logs:
             if not log.file.can_punch():
                 raise LogFailed("this file system has no holes")
             log.sync()
-        for log in self._logs:
+        for log in self.logs:
             places = {None: log.file} | ({log.covers: log.snapshot} if log.durable else {})
             for covers, file in places.items():
                 released = [offset for offset, _ in file.punch()] if file is not None else []
@@ -137,7 +146,7 @@ class Stores:
                         log.append(RecordType.RELEASED, dump_meta(meta))
 
     def begin_save(self) -> Saving:
-        """Freeze both stores; the writer lock is held. CommandError if --max-disk forbids it."""
+        """Freeze all stores; the writer lock is held. CommandError if --max-disk forbids it."""
         limit = self.options.max_disk
         if limit is not None and self.disk_bytes + self.live_bytes > limit:
             raise CommandError(
@@ -146,18 +155,26 @@ class Stores:
             )
         vstore = Compaction(self.vstore.log, self.snapshot_path, VStoreFreeze(self.vstore))
         ssm = Compaction(self.ssm.log, self.ssm_snapshot_path, self.ssm.freeze())
-        return Saving(self, [vstore, ssm])
+        keys = Compaction(
+            self.keyspace.log, self.keyspace_snapshot_path, KeyspaceFreeze(self.keyspace)
+        )
+        return Saving(self, [vstore, ssm, keys])
 
     def begin_copy(self, target: Path) -> Copying:
-        """Freeze both stores for an extra copy; the writer lock is held."""
-        vstore = Compaction(self.vstore.log, target, VStoreFreeze(self.vstore))
-        beside = target.with_name(target.name + COPY_SUFFIX)
-        return Copying(vstore, Compaction(self.ssm.log, beside, self.ssm.freeze()))
+        """Freeze all stores for an extra copy; the writer lock is held."""
+        ssm_target, keys_target = (
+            target.with_name(target.name + suffix) for suffix in (SSM_COPY, KEYS_COPY)
+        )
+        return Copying(
+            Compaction(self.vstore.log, target, VStoreFreeze(self.vstore)),
+            Compaction(self.ssm.log, ssm_target, self.ssm.freeze()),
+            Compaction(self.keyspace.log, keys_target, KeyspaceFreeze(self.keyspace)),
+        )
 
     def sync(self) -> None:
-        """COMMIT: both logs on stable storage."""
-        self.vstore.log.sync()
-        self.ssm.log.sync()
+        """COMMIT: all logs on stable storage."""
+        for log in self.logs:
+            log.sync()
 
     def close(self) -> None:
         """Flush what can be flushed and give the directory free."""
@@ -188,9 +205,8 @@ def open_stores(options: StoreOptions) -> Stores:
 
 def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
     directory, worker = options.directory, options.worker
-    names = (f"pion.{log}{worker}.tmp" for log in ("vstore.", "vstore.wal.", "ssm.", "ssm.wal."))
-    for stale in names:
-        (directory / stale).unlink(missing_ok=True)
+    for store in ("vstore", "vstore.wal", "ssm", "ssm.wal", "snapshot", "wal"):
+        (directory / f"pion.{store}.{worker}.tmp").unlink(missing_ok=True)
     budget = MemoryBudget()
     notices: list[str] = []
     vlog_path = directory / f"pion.vstore.wal.{worker}"
@@ -210,13 +226,19 @@ def _load(options: StoreOptions, lock: DirectoryLock) -> Stores:
     )
     snapshot = directory / f"pion.ssm.{worker}"
     _Loading(slog, ssm.replay, notices, options.keep_cut).run(snapshot, slog_path)
-    if not (vlog.end or slog.end):
+    klog_path = directory / f"pion.wal.{worker}"
+    klog = RecordLog(klog_path if options.keyspace_log else None, directory, KEYS_KIND)
+    keyspace = Keyspace(klog, budget=budget)
+    snapshot = directory / f"pion.snapshot.{worker}"
+    _Loading(klog, keyspace.replay, notices, options.keep_cut).run(snapshot, klog_path)
+    keyspace.forget_expired()
+    if not (vlog.end or slog.end or klog.end):
         # The logs' names must outlive a power loss before COMMIT may promise anything.
         sync_directory(directory)
     vstore.ssm = ssm
     budget.limit = options.max_memory
-    stores = Stores(vstore, ssm, budget, options, notices, lock)
-    for log in (vlog, slog):
+    stores = Stores(vstore, ssm, keyspace, budget, options, notices, lock)
+    for log in stores.logs:
         log.max_bytes = options.max_disk
         log.disk_bytes = lambda: stores.disk_bytes
         log.make_room = stores.make_room
@@ -233,7 +255,7 @@ class _Loading:
     keep_cut: bool
 
     def run(self, snapshot: Path, log_path: Path) -> None:
-        """Without a log of its own (`--no-vstore-wal`) an earlier server's is read, and left."""
+        """Without a log of its own (`--no-vstore-wal`, `--no-wal`) an older one is read, and left."""
         log = self.log
         covers = 0
         if snapshot.exists() and snapshot.stat().st_size:

@@ -1,4 +1,4 @@
-"""A SAVE of both stores, and a copy of them elsewhere, in steps that stop nobody for long."""
+"""A SAVE of all stores, and a copy of them elsewhere, in steps that stop nobody for long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Saving:
-    """One SAVE in progress over both logs, step by step as `compaction` describes them."""
+    """One SAVE in progress over all logs, step by step as `compaction` describes them."""
 
     def __init__(self, stores: Stores, parts: list[Compaction]) -> None:
         self._stores = stores
@@ -24,7 +24,7 @@ class Saving:
         stores.saving = True
 
     def write(self) -> None:
-        """Write and flush both snapshots, then copy the records appended meanwhile."""
+        """Write and flush the snapshots, then copy the records appended meanwhile."""
         for part in self._parts:
             part.write()
         for part in self._parts:
@@ -59,16 +59,16 @@ class Saving:
 
 
 class Copying:
-    """An extra pair of snapshots, the V-store's and the recurrent state's of the same moment."""
+    """Extra snapshots, the V-store's and the other stores' of the same moment."""
 
-    def __init__(self, vstore: Compaction, ssm: Compaction) -> None:
+    def __init__(self, vstore: Compaction, *others: Compaction) -> None:
         # The V-store's comes into place last: once it is there, so is what belongs to it.
-        self._parts = [ssm, vstore]
+        self._parts = [*others, vstore]
         for part in self._parts:
             part.ignore_new_records()
 
     def write(self) -> None:
-        """Write and flush both files, then put them into place. Raises OSError."""
+        """Write and flush the files, then put them into place. Raises OSError."""
         try:
             for part in self._parts:
                 part.write()

@@ -14,11 +14,14 @@ FAMILIES = {
     "Sessions": ("V.",),
     "Recurrent state": ("SSM.PREFIX.",),
     "Attention": ("ATTEND.",),
+    "Keyspace": (),
     "Server and connection": ("",),
 }
 
 
 def family(command: Command) -> str:
+    if ".keyspace_" in command.handler.__module__:
+        return "Keyspace"
     return next(f for f, starts in FAMILIES.items() if command.name.startswith(starts))
 
 
