@@ -255,7 +255,7 @@ class _Loading:
     keep_cut: bool
 
     def run(self, snapshot: Path, log_path: Path) -> None:
-        """Without a log of its own (`--no-vstore-wal`, `--no-wal`) an older one is read, and left."""
+        """Without a log of its own (`--no-wal`, say) an earlier server's is read, and left."""
         log = self.log
         covers = 0
         if snapshot.exists() and snapshot.stat().st_size:

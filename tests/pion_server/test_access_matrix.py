@@ -56,6 +56,8 @@ def fill(client: Client, ns: bytes, value: bytes = ROW) -> None:
     gen = client.call("KV.PREFIX.META", ns, "BEGIN")
     client.call("KV.PREFIX.META", ns, "SET", gen, b"manifest of " + ns)
     client.call("ATTEND.PREFIX.STORE", ns + b"_attn", 0, 1, 1, DIM, value, value)
+    client.call("SET", ns, b"value of " + ns)
+    client.call("HSET", ns + b":h", b"field", value)
 
 
 def describe(client: Client, ns: bytes) -> list[Any]:
@@ -68,6 +70,8 @@ def describe(client: Client, ns: bytes) -> list[Any]:
         client.call("KV.PREFIX.META", ns, "GET"),
         client.call("KV.PREFIX.BLOCKS", ns),
         client.call("ATTEND.PREFIX.LOOKUP", ns + b"_attn", 0),
+        client.call("GET", ns),
+        client.call("HGET", ns + b":h", b"field"),
     ]
 
 

@@ -54,7 +54,7 @@ def write_at_random(client: RawClient, seed: int, count: int) -> None:
             ("MSET", name, value, name + "b", b"small"),
             ("HSET", "h" + name, field, value, b"other", b"x"),
             ("HDEL", "h" + name, field),
-            ("ZADD", "z" + name, dice.random() * 1e9, field, 1712345678.123456, b"m"),
+            ("ZADD", "z" + name, str(dice.random() * 1e9), field, "1712345678.123456", b"m"),
             ("ZREM", "z" + name, field),
             ("EXPIRE", "h" + name, 500),
             ("PERSIST", "h" + name),
