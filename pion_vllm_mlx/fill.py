@@ -31,7 +31,10 @@ _SLOWEST: Final = 4 << 20
 
 
 class StoreFailed(Exception):
-    """The server took the connection but not the prefix; `code` is its error's first word."""
+    """The server took the connection but not the prefix.
+
+    `code` is its error's first word; STALE: somebody else stored or dropped the prefix meanwhile.
+    """
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -116,7 +119,9 @@ class Fill:
             return
         for reply in self._lane.exchange(commands, self._patience, retry=False):
             if isinstance(reply, ServerError):
-                raise StoreFailed(reply.code, str(reply))
+                # A session that was there is gone: its prefix was dropped, which ends a fill too.
+                gone = str(reply) == "ERR session not found"
+                raise StoreFailed("STALE" if gone else reply.code, str(reply))
             if reply != "OK":
                 raise ProtocolError("a store is answered by OK")
 

@@ -16,7 +16,7 @@ from typing import Final
 import xxhash
 
 from pion_patches.pieces import RowLayout
-from pion_vllm_mlx.fill import SHORT, Fill, begin
+from pion_vllm_mlx.fill import SHORT, Fill, StoreFailed, begin
 from pion_vllm_mlx.manifest import Manifest, ManifestError, Rows, mismatch, read_manifest
 from pion_vllm_mlx.shipment import Piece, Shipment
 from pion_vllm_mlx.tier import Tier
@@ -62,6 +62,17 @@ def store_prefix(
         stored = _read(lane.exchange([_get(namespace)], SHORT)[0], damaged)
         if _is_present(stored, shipment, tier):
             return Receipt(Outcome.PRESENT)
+    try:
+        return _store(lane, namespace, shipment, damaged)
+    except _BaseGone:
+        return _store(lane, namespace, shipment, damaged)  # whole: BEGIN took the base's manifest
+
+
+class _BaseGone(StoreFailed):
+    """The stored prefix that was being extended was dropped or evicted meanwhile."""
+
+
+def _store(lane: Lane, namespace: bytes, shipment: Shipment, damaged: int) -> Receipt:
     # Read again right before BEGIN removes it: another client may have stored this meanwhile, and
     # then no row has to be sent.
     found, begun = lane.exchange([_get(namespace), begin(namespace)], SHORT)
@@ -70,7 +81,12 @@ def store_prefix(
             return Receipt(Outcome.BUSY)
         stored = _read(found, damaged)
         base = stored if _extends(stored, shipment) else None
-        return Receipt(Outcome.STORED, _write(fill, shipment, base))
+        try:
+            return Receipt(Outcome.STORED, _write(fill, shipment, base))
+        except StoreFailed as failure:
+            if base is not None and failure.code == "STALE":
+                raise _BaseGone(failure.code, str(failure)) from failure
+            raise
 
 
 def _read(reply: Reply, damaged: int) -> Manifest | None:

@@ -129,7 +129,6 @@ class Storing:
         try:
             receipt = store_prefix(self._lane, name, shipment, tier=self._tier, damaged=damaged)
         except StoreFailed as failure:
-            # A stale fill only means that somebody else stored or dropped this prefix meanwhile.
             if failure.code != "STALE":
                 self._fail(failure)
                 return False

@@ -114,14 +114,18 @@ class Endpoint:
         with self._lock:
             if not self.available:
                 raise Unavailable(f"{self} was unavailable less than {PAUSE:g} s ago")
+            if not retry and (self._connection is None or not self._connection.usable):
+                raise Unavailable("the connection these commands belong to is gone")
             try:
                 replies = self._attempt(commands, patience, retry)
             except GivenUp:
                 self._close()  # what still comes answers nobody; the server itself is well
                 raise
             except TransportError as error:
+                closed_here = self._connection is not None and self._connection.aborted
                 self._close()
-                self._outage.begin(self, str(error))
+                if not closed_here:
+                    self._outage.begin(self, str(error))
                 raise
             except BaseException:
                 self._close()
@@ -149,9 +153,9 @@ class Endpoint:
             except TimedOut:
                 raise
             except Unavailable:
-                pass  # closed since it was last used: the server may have restarted
-        elif not retry:
-            raise Unavailable("the connection these commands belong to is gone")
+                if kept.aborted:
+                    raise
+                # Closed since it was last used: the server may have restarted.
         return _checked(self._connect().exchange(commands, patience))
 
     def _connect(self) -> RespConnection:

@@ -58,6 +58,8 @@ class RespConnection:
         Raises Unavailable, ProtocolError, or Refused for a password the server does not take.
         """
         self._pid = os.getpid()
+        #: Whether `abort` ended it, and not the server.
+        self.aborted = False
         self._buffer = bytearray(_READ_AHEAD)
         self._start = self._end = 0
         self._socket: socket.socket | None = self._open(host, port, deadline)
@@ -78,7 +80,7 @@ class RespConnection:
     @property
     def usable(self) -> bool:
         """Open, and opened by this process."""
-        return self._socket is not None and self._pid == os.getpid()
+        return self._socket is not None and not self.aborted and self._pid == os.getpid()
 
     def close(self) -> None:
         """Close the socket; safe to repeat."""
@@ -88,6 +90,7 @@ class RespConnection:
 
     def abort(self) -> None:
         """End an exchange that runs in another thread, which then closes the connection."""
+        self.aborted = True
         if (sock := self._socket) is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

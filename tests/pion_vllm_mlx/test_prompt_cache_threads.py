@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def client(port: int, **settings: Any) -> PionPromptCache:
     return PionPromptCache(MODEL, port=port, **(defaults | settings))
 
 
-def in_threads(count: int, work: Any) -> list[Any]:
+def in_threads(count: int, work: Any, patience: float = PATIENT) -> list[Any]:
     """What `work(number)` returned in each of `count` threads that start at once."""
     results: list[Any] = [None] * count
     barrier = threading.Barrier(count)
@@ -46,7 +48,7 @@ def in_threads(count: int, work: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENT)
+        thread.join(patience)
     return results
 
 
@@ -80,6 +82,41 @@ def test_threads_with_prefixes_of_their_own_get_their_own() -> None:
             )
             assert found == expected
         assert pc.stats()["misses"] == 0
+
+
+def test_threads_clients_and_drops_never_make_a_mixture(server: Callable[..., Any]) -> None:
+    """G01, G03: names that grow, shrink and go while others store and read them, at random."""
+    running, step = server(), 8
+    ids = PREFIX * 2
+    cold = {count: cold_answer(MODEL, ids[:count], step) for count in (8, 16, 40, 80)}
+    generating = threading.Lock()
+    settings: dict[str, Any] = {"store": "background", "prefill_step_size": step}
+    clients = [client(running.port, held_bytes=size, **settings) for size in (0, 0, 1 << 30)]
+
+    def work(number: int) -> list[int]:
+        draw, wrong, raw = random.Random(number), [], running.client()
+        for _ in range(60):
+            pc, count, name = (
+                draw.choice(clients),
+                draw.choice(list(cold)),
+                f"ns{draw.randrange(3)}",
+            )
+            cache = pc.get_or_prefill(ids[:count], name)
+            with generating:
+                wrong += [count] if continue_greedily(MODEL, cache) != cold[count] else []
+            if draw.random() < 0.1:
+                raw.call("KV.PREFIX.DROP", name)
+        return wrong
+
+    assert in_threads(4, work, patience=120) == [[]] * 4
+    for pc in clients:
+        pc.close()
+        stats = pc.stats()
+        # Nothing ever looked damaged, and a prefix that somebody dropped is no failure.
+        assert set(stats["miss_reasons"]) <= {"absent", "length", "changed"}
+        assert stats["hits"]
+        assert stats["stores"]
+        assert stats["stores_failed"] == 0
 
 
 def test_an_awaited_call_gets_the_cold_answer_and_the_loop_goes_on(

@@ -162,23 +162,39 @@ def test_threads_share_an_endpoint_and_each_gets_its_own_answer() -> None:
         assert len(peer.requests) == 200
 
 
-def test_closing_ends_an_exchange_in_another_thread() -> None:
-    with FakePeer(lambda words: [10.0]) as peer:
+@pytest.mark.parametrize("kept", [False, True])
+def test_closing_ends_an_exchange_in_another_thread(
+    kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And that is no outage: whoever asks next is answered, and nothing is told."""
+    with FakePeer(lambda words: [10.0] if words == [b"HANG"] else b"+PONG\r\n") as peer:
         endpoint = Endpoint(port=peer.port, connect_timeout=10)
         ended = threading.Event()
+        if kept:
+            assert endpoint.exchange(PING, SLOW) == ["PONG"]
 
         def ask() -> None:
             with pytest.raises(Unavailable):
-                endpoint.exchange(PING, SLOW)
+                endpoint.exchange([Command.of("HANG")], SLOW)
             ended.set()
 
         thread = threading.Thread(target=ask)
         thread.start()
-        while not peer.requests:
+        while not peer.commands("HANG"):
             thread.join(0.01)
         endpoint.close()
         thread.join(5)
         assert ended.is_set()
+        assert endpoint.available
+        assert endpoint.exchange(PING, SLOW) == ["PONG"]
+        assert len(peer.commands("HANG")) == 1
+        with pytest.raises(Unavailable):
+            Endpoint(port=peer.port, connect_timeout=10).exchange(PING, SLOW, retry=False)
+        endpoint.close()
+        with pytest.raises(Unavailable):
+            endpoint.exchange(PING, SLOW, retry=False)
+        assert endpoint.available
+        assert not caplog.records
 
 
 def test_a_forked_child_opens_its_own_connection() -> None:
