@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pion_patches.cache_rebuild import CacheImage, UnsupportedCache, dismantle, rebuild
@@ -18,6 +19,15 @@ from pion_vllm_mlx.tally import Tally
 
 #: Bytes of captures that wait to be stored.
 _WAITING_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Caches, the tokens they hold, and how many leading ids were ever seen."""
+
+    cache: list[Any]
+    tokens: int
+    seen: int
 
 
 class PrefixReuse:
@@ -48,13 +58,17 @@ class PrefixReuse:
 
     def get(self, ids: Sequence[int], progress: Progress | None) -> list[Any]:
         """Caches that hold exactly `ids`, the caller's own."""
+        found = self._find(ids)
+        if found.tokens == len(ids):
+            return found.cache
         with self._computing:  # a model's forward takes every core it can get
-            cache, tokens, seen = self._find(ids)
-            if tokens == len(ids):
+            found = self._meanwhile(ids, found)
+            cache, start = found.cache, found.tokens
+            if start == len(ids):
                 return cache
-            spans = self._index.checkpoints(tokens, len(ids), at=[seen])
-            ends = [*spans, len(ids)] if spans[-1:] != (len(ids),) else list(spans)
-            captures = self._compute(ids, cache, tokens, ends, progress)
+            pauses = self._index.checkpoints(start, len(ids), at=[found.seen])
+            ends = [*pauses, len(ids)] if pauses[-1:] != (len(ids),) else list(pauses)
+            captures = self._compute(ids, cache, start, ends, progress)
             self._keep(ids, cache)
         for capture, seconds in captures:
             self._send(capture, seconds)
@@ -71,24 +85,30 @@ class PrefixReuse:
         self._index.close()
         self._held.clear()
 
-    def _find(self, ids: Sequence[int]) -> tuple[list[Any], int, int]:
-        """Caches, the tokens they hold, and how many leading ids were ever seen."""
+    def _find(self, ids: Sequence[int]) -> Found:
+        """The longest beginning known: held here, or else on the server."""
         image = None if lane_is_off() else self._held.get(self._index.asked(ids))
         held = image.tokens if image is not None else 0
-        if image is not None and held == len(ids):
+        match = None if held == len(ids) else self._index.find(ids)
+        seen = held if match is None else max(held, match.seen)
+        if image is not None and (match is None or match.tokens <= held):
             cache = self._rebuilt(image)
             if cache is not None:
-                return cache, held, held
-        match = self._index.find(ids)
-        if image is not None and match.tokens <= held:
-            cache = self._rebuilt(image)
-            if cache is not None:
-                return cache, held, max(held, match.seen)
+                return Found(cache, held, seen)
+        match = match or self._index.find(ids)
         cache = self._index.restore(match)
         if cache is not None:
-            return cache, match.tokens, match.seen
+            return Found(cache, match.tokens, seen)
         # Caches become quantised on the way, as mlx-lm's do, so they begin as they are.
-        return KvBits().template(self._model, 0), 0, match.seen
+        return Found(KvBits().template(self._model, 0), 0, seen)
+
+    def _meanwhile(self, ids: Sequence[int], found: Found) -> Found:
+        """What another thread has computed while this one waited for its turn, if it is more."""
+        image = None if lane_is_off() else self._held.get(self._index.asked(ids))
+        if image is None or image.tokens <= found.tokens:
+            return found
+        cache = self._rebuilt(image)
+        return found if cache is None else Found(cache, image.tokens, found.seen)
 
     def _rebuilt(self, image: CacheImage) -> list[Any] | None:
         try:

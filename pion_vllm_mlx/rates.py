@@ -18,6 +18,8 @@ from pion_vllm_mlx.process_lock import ProcessLock
 
 #: What an earlier measurement still counts when a new one comes.
 _MEMORY: Final = 0.7
+#: Tokens of a prefill below which it says little about longer ones.
+_FEW: Final = 32
 #: Transfers below this tell how long a restore takes to begin, larger ones how fast bytes come.
 _LARGE: Final = 1 << 20
 #: How much better a restore is thought to be after each one that was skipped, so that it is tried
@@ -39,9 +41,14 @@ class Rates:
         self._latency = _Ratio()
 
     def add_prefill(self, tokens: int, seconds: float) -> None:
-        """So many tokens were computed in so many seconds."""
+        """So many tokens were computed in so many seconds.
+
+        A few tokens take about as long as a few more, so they tell something only as long as
+        nothing else is known.
+        """
         with self._lock:
-            self._prefill.add(tokens, seconds)
+            if tokens >= _FEW or not self._prefill.is_known:
+                self._prefill.add(tokens, seconds)
 
     def add_restore(self, nbytes: int, seconds: float) -> None:
         """So many bytes were restored, from the first command to caches that can be used."""
@@ -99,6 +106,10 @@ class _Ratio:
         if amount > 0 and seconds >= 0:
             self._amount = _MEMORY * self._amount + amount
             self._seconds = _MEMORY * self._seconds + seconds
+
+    @property
+    def is_known(self) -> bool:
+        return self._amount > 0
 
     def seconds(self, amount: float, otherwise: float | None) -> float | None:
         return otherwise if not self._amount else self._seconds * amount / self._amount

@@ -122,14 +122,9 @@ class Lineage:
         """
         asked, fingerprint = self._asked(ids)
         try:
-            match = search(self._lane, asked, fingerprint, self._quick(), stateful=self.stateful)
-            if not match.seen and asked.digests:
-                # A miss to the server, too, which counts them.
-                first = Command.of("KV.PREFIX.LOOKUP", asked.segment_at(0))
-                self._lane.exchange([first], self._quick())
+            return search(self._lane, asked, fingerprint, self._quick(), stateful=self.stateful)
         except TransportError:
             return Match(asked, unavailable=True)
-        return match
 
     def pays(self, match: Match) -> bool:
         """Whether restoring is worth it: enough tokens, and sooner than computing them."""
@@ -139,10 +134,14 @@ class Lineage:
     def restore(self, match: Match) -> list[Any] | None:
         """Caches that hold exactly `match.tokens` tokens, the caller's own, or None.
 
-        This is what counts as a hit or a miss.
+        This is what counts as a hit or a miss, on the server too.
         """
         if not match.tokens:
             self._tally.add_miss(match.reason)
+            if match.reason == "absent":
+                with contextlib.suppress(TransportError):
+                    first = Command.of("KV.PREFIX.LOOKUP", match.asked.segment_at(0))
+                    self._lane.exchange([first], self._quick())
             return None
         if not self.pays(match):
             self._tally.add_miss("gain" if match.tokens < self._min_gain else "slower")

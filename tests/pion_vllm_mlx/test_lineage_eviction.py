@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -266,3 +268,64 @@ def test_a_budget_counts_what_other_clients_stored(running: Server) -> None:
     assert limited.used_bytes == 2 * size
     assert one.find(ids_of(90, 128)).tokens == 0
     assert one.find(ids_of(91, 128)).tokens == 128
+
+
+def test_restores_during_evictions_give_the_asked_conversation_or_nothing(
+    running: Server,
+) -> None:
+    """G01: 12 conversations, room for 4, two readers and a writer at once; the rows that come are
+    those of the conversation asked for."""
+    prompts = [ids_of(200 + number, 128) for number in range(12)]
+    probe = index_of(running, MODEL)
+    rows: dict[int, bytes] = {}
+    for number, ids in enumerate(prompts[:2]):
+        take_turn(probe, MODEL, ids)
+        assert probe.find(ids).tokens == 128, number
+    size = probe.used_bytes // 2
+    caches = {}
+    for number, ids in enumerate(prompts):
+        caches[number] = Cold(MODEL).run(ids, 0, [128])
+        rows[number] = bits_of(caches[number])
+    wrong: list[int] = []
+    found: list[int] = []
+    done = threading.Event()
+
+    def read(seed: int) -> None:
+        index = index_of(running, MODEL)
+        turn = seed
+        while not done.is_set():
+            number = turn % len(prompts)
+            cache = index.restore(index.find(prompts[number]))
+            if cache is not None:
+                found.append(number)
+                if bits_of(cache) != rows[number]:
+                    wrong.append(number)
+            turn += 1
+
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in (0, 5)]
+    for reader in readers:
+        reader.start()
+    writer = index_of(running, MODEL, budget_bytes=4 * size)
+    try:
+        for _ in range(3):
+            for number, ids in enumerate(prompts):
+                capture = writer.capture(ids, caches[number], start=0)
+                assert capture is not None
+                assert writer.store(capture) in ("stored", "known")
+                assert writer.used_bytes <= 4 * size
+    finally:
+        done.set()
+        for reader in readers:
+            reader.join(60)
+    assert wrong == []
+    assert found
+    assert writer.stats()["evictions"] > 0
+
+
+def bits_of(cache: list[Any]) -> bytes:
+    """All rows of all layers."""
+    return b"".join(
+        np.array(side[..., :128, :]).tobytes()
+        for leaf in cache
+        for side in (leaf.keys, leaf.values)
+    )

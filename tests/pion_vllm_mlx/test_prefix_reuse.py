@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -147,3 +149,51 @@ def test_named_formats_and_quantised_caches_reuse_beginnings_too(
         client(shared, model, kv_bits=8, kv_group_size=32, quantized_kv_start=100) as pc,
     ):
         pc.get_or_prefill(FIRST)
+
+
+def test_threads_that_ask_at_once_compute_a_prompt_once(shared: Server) -> None:
+    model = build("llama", seed=16)
+    caches: list[Any] = []
+    with client(shared, model, store="off") as pc:
+        threads = [
+            threading.Thread(target=lambda: caches.append(pc.get_or_prefill(FIRST)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert pc.stats()["hits_in_process"] == 3
+    expected = logits_of(model, caches[0])
+    for cache in caches[1:]:
+        assert largest_difference(logits_of(model, cache), expected) == 0.0
+
+
+def test_an_event_loop_awaits_it_too(shared: Server) -> None:
+    model = build("llama", seed=17)
+
+    async def ask(pc: PionPromptCache) -> Any:
+        return await pc.aget_or_prefill(FIRST)
+
+    with client(shared, model, store="off") as pc:
+        one, other = asyncio.run(ask(pc)), asyncio.run(ask(pc))
+        assert pc.stats()["hits_in_process"] == 1
+    assert largest_difference(logits_of(model, one), logits_of(model, other)) == 0.0
+
+
+def test_the_servers_receipt_counts_each_restore_once_with_its_tokens(
+    server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV.PREFIX.LOOKUP <leaf> TOKENS <n>, once, however many segments it came from."""
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+    model = build("llama", seed=18)
+    running = server()
+    with client(running, model, store="sync") as pc:
+        pc.get_or_prefill(FIRST)
+        pc.get_or_prefill(SECOND)
+        pc.get_or_prefill(SECOND)
+    flat = running.client().call("PION.STATS")
+    stats = {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    assert stats["kvprefix_misses"] == 1
+    assert stats["kvprefix_hits"] == 2
+    assert stats["kvprefix_tokens_served"] == 150 + 320

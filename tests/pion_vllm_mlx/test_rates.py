@@ -79,6 +79,16 @@ def test_small_restores_tell_nothing_of_large_ones() -> None:
     assert not rates.pays(100, 1000)
 
 
+def test_a_prefill_of_a_few_tokens_is_no_measure_of_longer_ones() -> None:
+    rates = Rates()
+    rates.add_prefill(4, 1.0)
+    assert rates.prefill_seconds(1000) == pytest.approx(250.0)
+    rates = measured(prefill=10.0, restore=1.0)
+    for _ in range(20):
+        rates.add_prefill(4, 1.0)
+    assert rates.prefill_seconds(1000) == pytest.approx(10.0)
+
+
 def test_newer_measurements_outweigh_older_ones() -> None:
     rates = measured(prefill=10.0, restore=1.0)
     for _ in range(10):
