@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from pion_server.errors import DamagedEntry
 from pion_server.formats import Format, InputType, Run
@@ -22,10 +21,14 @@ from pion_server.store.files import StoreFile
 from pion_server.store.log import Record
 from pion_server.store.rows import StoredRows
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 PAGE = 4096
 STEP_BYTES = 4 << 20
 
-U8 = NDArray[np.uint8]
+U8: TypeAlias = "NDArray[np.uint8]"
 ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
 ITEM_BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8}
 
@@ -88,10 +91,14 @@ def split_packed(fmt: Format, parts: Sequence[Part]) -> Layout:
 
 
 def _bytes(data: object) -> U8:
+    import numpy as np  # a server starts without it
+
     return np.frombuffer(data, dtype=np.uint8)  # type: ignore[call-overload, no-any-return]
 
 
 def _narrow(fmt: Format, run: Run) -> U8:
+    import numpy as np
+
     with np.errstate(over="ignore"):
         return fmt.decode(run).astype(np.float16).reshape(-1).view(np.uint8)
 
@@ -186,6 +193,8 @@ class TensorFile:
             file.write([data], len(self.header) + place)
 
     def _write_side(self, file: StoreFile, side: Side, places: list[int]) -> None:
+        import numpy as np
+
         parts, done = side.layout.parts, 0
         digest = xxhash.xxh3_64()
         row_bytes = max(side.rows.format.dim * 4, side.rows.format.packed_row_bytes)

@@ -8,6 +8,8 @@ import pkgutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,18 @@ import pytest
 import pion_server
 
 LATER = ("numpy", "mlx", "pion_server.attend.engine", "pion_server.formats.fp16")
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Waits for the process; does not, if the test has failed."""
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.wait()
 
 
 def test_a_server_is_ready_before_it_loads_numpy_and_loads_it_before_anybody_asks(
@@ -39,7 +53,7 @@ def test_a_server_is_ready_before_it_loads_numpy_and_loads_it_before_anybody_ask
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None
-    with process, process.stdout:
+    with ended(process), process.stdout:
         loaded: list[str] = []
         for line in process.stdout:
             if line.startswith("pion-server ready"):
@@ -61,7 +75,7 @@ def test_a_request_that_comes_before_numpy_finds_what_it_needs(tmp_path: Path) -
         text=True,
     )
     assert process.stdout is not None
-    with process, process.stdout:
+    with ended(process), process.stdout:
         ready = next(line for line in process.stdout if line.startswith("pion-server ready"))
         port = int(ready.split()[3].rpartition(":")[2])
         blob = bytes(range(256)) * 512
