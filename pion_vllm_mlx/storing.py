@@ -22,7 +22,7 @@ Mode: TypeAlias = Literal["background", "sync", "off"]
 #: Bytes of prefixes that wait to be stored.
 WAITING_BYTES: Final = 1 << 30
 #: The caller's next step is the first token; a store waits this share of the prefill for it.
-_SHARE_OF_PREFILL: Final = 0.1
+_SHARE_OF_PREFILL: Final = 0.2
 _LONGEST_DELAY: Final = 1.0
 
 
