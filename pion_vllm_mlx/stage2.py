@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
+from pion_patches.blocks import Blocks
 from pion_patches.cache_rebuild import CacheImage, Leaf, RebuildError, flatten, rebuild
 from pion_patches.prefix_entry import CannotSplit, PrefixMismatch, model_name
 from pion_patches.remote import RemoteEntry, RemoteRows, remote_slots
@@ -32,7 +33,7 @@ from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Lane, Patience, ServerError, TransportError
 from pion_vllm_mlx.transport.binary import BinaryLane, ColdEntry
-from pion_vllm_mlx.wire_prefix import NotOnTheWire, Sparse, WireLayer, WirePrefix, wire_layers
+from pion_vllm_mlx.wire_prefix import NotOnTheWire, WireLayer, WirePrefix, wire_layers
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class Stage2:
         self._fingerprint = fingerprint
         self._template = template
         self._restore = restore
-        self._entries: OrderedDict[tuple[bytes, Sparse | None], RemoteEntry] = OrderedDict()
+        self._entries: OrderedDict[tuple[bytes, Blocks | None], RemoteEntry] = OrderedDict()
         self._lock = ProcessLock()
         #: WARMs that queries caused.
         self.cold_rehydrates = 0
@@ -85,7 +86,7 @@ class Stage2:
 
         What stands in the way is told once. Raises ValueError for `settings` that mean nothing.
         """
-        sparse = Sparse.of(settings) if settings else None
+        blocks = Blocks.of(settings) if settings else None
         try:
             found = find_any_prefix(self._lane, name, self._quick)
             check_wanted(found.manifest, tokens, self._fingerprint(), self._tier)
@@ -93,16 +94,16 @@ class Stage2:
             return None
         # One at a time, so that threads that come for one prefix share it.
         with self._lock:
-            held = self._entries.get((name, sparse))
+            held = self._entries.get((name, blocks))
             if held is None or not self._is_current(held, found):
-                held = self._make(name, found, sparse)
+                held = self._make(name, found, blocks)
             if held is not None:
                 self._tally.add("hits")
         return held
 
-    def _make(self, name: bytes, found: Found, sparse: Sparse | None) -> RemoteEntry | None:
+    def _make(self, name: bytes, found: Found, blocks: Blocks | None) -> RemoteEntry | None:
         try:
-            entry = self._make_entry(name, found, sparse)
+            entry = self._make_entry(name, found, blocks)
         except NotOnTheWire as reason:
             what = f"{model_name(self._model)} is not attended to in the server"
             self._tally.warn_once("not on the wire", "%s: %s", what, reason)
@@ -111,7 +112,7 @@ class Stage2:
             self._tell("attention in the server is not to be had", trouble)
             return None
         self._tally.add("wire_prefixes")
-        self._entries[name, sparse] = entry
+        self._entries[name, blocks] = entry
         while len(self._entries) > _ENTRIES_KEPT:
             self._entries.popitem(last=False)
         return entry
@@ -139,7 +140,7 @@ class Stage2:
         assert isinstance(remote, WirePrefix)
         return remote.found.gen == found.gen and not remote.is_lost
 
-    def _make_entry(self, name: bytes, found: Found, sparse: Sparse | None) -> RemoteEntry:
+    def _make_entry(self, name: bytes, found: Found, blocks: Blocks | None) -> RemoteEntry:
         layers = wire_layers(found.manifest)
         if not self._slots.are_ready(name, layers):
             self._slots.warm(name, found, layers)
@@ -158,7 +159,7 @@ class Stage2:
             still_held=lambda: self._slots.holds(name, found),
             restore=lambda: self._restore(found.manifest.ids, name),
             tell=self._tell_lost,
-            sparse=sparse,
+            blocks=blocks,
         )
         rows = {one.path: RemoteRows(remote, one.layer, one.kv_heads, one.dim) for one in layers}
         tokens = len(found.manifest.ids)

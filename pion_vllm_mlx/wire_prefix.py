@@ -10,13 +10,14 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+from pion_patches.blocks import Blocks
 from pion_patches.lse import attend_with_lse, merge
 from pion_patches.prefix_entry import FullSlot, capture_slot
 from pion_patches.remote import RemoteLost, RemoteReader
@@ -24,7 +25,6 @@ from pion_patches.split_cache import PrefixRows
 from pion_vllm_mlx.attend_wire import (
     F32,
     HEAD_DIMS,
-    SELECTORS,
     AttendWire,
     NoSessions,
     as_f32,
@@ -60,30 +60,6 @@ class WireLayer:
     layer: int
     kv_heads: int
     dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sparse:
-    """What ``sparse_full_layers`` says: single queries read the best `count` blocks of `block`."""
-
-    block: int
-    count: int
-    selector: str
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Sparse:
-        """Raise ValueError for settings that mean nothing."""
-        unknown = settings.keys() - {"K_block", "K_blocks", "selector"}
-        if unknown:
-            raise ValueError(f"sparse_full_layers knows K_block, K_blocks, selector, not {unknown}")
-        block, count = settings.get("K_block", 64), settings.get("K_blocks", 8)
-        for name, value in (("K_block", block), ("K_blocks", count)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is a number of 1 or more, not {value!r}")
-        selector = settings.get("selector", "block_mean")
-        if selector not in SELECTORS:
-            raise ValueError(f"selector {selector!r} is not one of {', '.join(SELECTORS)}")
-        return cls(block, count, selector)
 
 
 def wire_layers(manifest: Manifest) -> tuple[WireLayer, ...]:
@@ -145,13 +121,13 @@ class WirePrefix:
         still_held: Callable[[], bool],
         restore: Callable[[], list[Any]],
         tell: Callable[[Exception], None],
-        sparse: Sparse | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
         self.wire = wire
         self.sid = sid
         self.found = found
         self.layers = {one.layer: one for one in layers}
-        self.sparse = sparse
+        self.blocks = blocks
         self.is_lost = False
         self._rehydrate = rehydrate
         self._still_held = still_held
@@ -246,10 +222,10 @@ class WireReader:
         self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, need_lse: bool
     ) -> tuple[mx.array, mx.array | None]:
         """See `RemoteReader.attend`."""
-        wire, sparse = self._prefix.wire, self._prefix.sparse
+        wire, blocks = self._prefix.wire, self._prefix.blocks
         mx.eval(queries, keys, values)
-        if sparse is not None and queries.shape[1] == 1 and not need_lse:
-            return self._ask_blocks(layer, queries, keys, values, sparse), None
+        if blocks is not None and queries.shape[1] == 1 and not need_lse:
+            return self._ask_blocks(layer, queries, keys, values, blocks), None
         if wire.keeps_suffixes:
             try:
                 return self._step(layer, queries, keys, values)
@@ -297,14 +273,14 @@ class WireReader:
         return mx.array(out)
 
     def _ask_blocks(
-        self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, sparse: Sparse
+        self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, blocks: Blocks
     ) -> mx.array:
         prefix, head_map = self._prefix, even_map(queries.shape[0], keys.shape[0])
         asked = as_f32(queries[:, 0]), as_f32(keys), as_f32(values)
-        blocks = (sparse.block, sparse.count)
+        best = (blocks.size, blocks.count)
         out = prefix.ask(
             lambda: prefix.wire.query_sparse_auto_fused(
-                prefix.sid, layer, *asked, blocks, head_map, 0, sparse.selector, prefix.patience
+                prefix.sid, layer, *asked, best, head_map, 0, blocks.selector, prefix.patience
             )
         )
         return mx.array(out)[:, None]

@@ -66,8 +66,9 @@ def test_a_magic_number_is_answered_from_a_third_of_the_blocks(
 
 
 @pytest.mark.parametrize("selector", ["block_mean", "quest"])
+@pytest.mark.parametrize("where", ["server", "process"])
 def test_what_a_model_gets_is_attention_over_the_chosen_blocks(
-    server: Callable[..., Server], selector: str
+    server: Callable[..., Server], where: str, selector: str
 ) -> None:
     """The first layer of a tiny model, whose queries the numpy definition can follow."""
     model = tiny_llama(head_dim=32, num_hidden_layers=1)
@@ -76,6 +77,8 @@ def test_what_a_model_gets_is_attention_over_the_chosen_blocks(
         pc.get_or_prefill(PREFIX, "blocks")
         assert pc.flush()
     with PionPromptCache(model, port=running.port, stage2=True) as pc:
+        if where == "process":
+            pc.get_or_prefill(PREFIX, "blocks")
         settings = {"K_block": 16, "K_blocks": 3, "selector": selector}
         there: Any = make_pion_prompt_cache(model, "blocks", pc, len(PREFIX), settings)
         plain: Any = make_prompt_cache(model)
@@ -99,6 +102,7 @@ def test_what_a_model_gets_is_attention_over_the_chosen_blocks(
         seen = reference.query_fused(q, k, v, sk, sv, [0, 0, 1, 1], 0, tokens)
         flat = mx.array(seen.astype(np.float32)).swapaxes(0, 1).reshape(1, 1, -1)
         np.testing.assert_allclose(found, np.array(attention.o_proj(flat)[0]), atol=1e-5)
+        assert (pc.stats()["attend_resp"] > 0) == (where == "server")
         assert pc.stats()["wire_losses"] == 0
 
 

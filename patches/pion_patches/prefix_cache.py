@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .attention import is_installed
+from .blocks import Blocks, with_blocks
 from .inproc import SWITCH, lane_is_off
 from .prefix_entry import CannotSplit, PrefixEntry, PrefixMismatch, model_name
 from .splittable import require_splittable
@@ -40,8 +41,8 @@ def make_pion_prompt_cache(
     rows of its own.
 
     ``sparse_full_layers``, such as ``{"K_block": 64, "K_blocks": 8, "selector": "quest"}``, makes
-    single queries of layers that see the whole prefix read only its best blocks. That is an
-    approximation, and only a remote prefix has it.
+    single queries of layers that see the whole prefix read only its best blocks, an approximation
+    (see `blocks`). A cache that is rebuilt from the server has none of it.
 
     Raises `PatchNotInstalled`; `CannotSplit` for a model whose attention cannot be split, by name
     and with the reason; `PrefixNotHeld` for a namespace that is neither in this process nor to be
@@ -50,14 +51,15 @@ def make_pion_prompt_cache(
     """
     if not is_installed():
         raise PatchNotInstalled("call install_pion_attention_patch() first")
+    blocks = Blocks.of(sparse_full_layers) if sparse_full_layers else None
     require_splittable(model)
-    entry = None if sparse_full_layers else _find_entry(namespace, prompt_cache)
+    entry = _find_entry(namespace, prompt_cache)
     if entry is None:
         entry = _open_remote(namespace, prompt_cache, prefix_len, sparse_full_layers)
     if entry is None and sparse_full_layers:
         raise CannotSplit(
-            "sparse_full_layers needs the attention engine behind the wire "
-            "(PionPromptCache(stage2=True) and a server that holds the prefix); leave it out"
+            "sparse_full_layers needs the prefix in this process, or a server that attends to it "
+            "(PionPromptCache(stage2=True)); leave it out"
         )
     if entry is None:
         return _rebuild(namespace, prompt_cache, prefix_len)
@@ -67,7 +69,8 @@ def make_pion_prompt_cache(
         )
     if prefix_len != entry.tokens:
         raise PrefixMismatch(f"prefix {namespace!r} has {entry.tokens} tokens, not {prefix_len}")
-    return entry.open()
+    caches = entry.open()
+    return with_blocks(caches, blocks) if blocks is not None else caches
 
 
 def _find_entry(namespace: str | bytes, prompt_cache: Any) -> PrefixEntry | None:

@@ -30,7 +30,7 @@ class PrefixTrimError(ValueError):
     """A trim would cut into rows other requests read, or rows that are gone; nothing changed."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PrefixRows:
     """Rows of one layer that end at token ``end``: [B or 1, K, n, D] and [B or 1, K, n, Dv].
 

@@ -320,8 +320,8 @@ def test_clear_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         make_pion_prompt_cache(model, "other", pc, PREFIX)
     with pytest.raises(PrefixMismatch, match="computed by another model than this mlx_lm"):
         make_pion_prompt_cache(twin, "system", pc, PREFIX)
-    with pytest.raises(CannotSplit, match="sparse_full_layers needs the attention engine"):
-        make_pion_prompt_cache(model, "system", pc, PREFIX, sparse_full_layers={"K_block": 64})
+    with pytest.raises(CannotSplit, match="sparse_full_layers needs the prefix in this process"):
+        make_pion_prompt_cache(model, "other", pc, PREFIX, sparse_full_layers={"K_block": 64})
     with pytest.raises(CannotSplit, match="soft caps"):
         make_pion_prompt_cache(families["gemma2"](seed=7), "system", pc, PREFIX)
     with pytest.raises(TypeError, match="dict keeps no prefixes in process"):

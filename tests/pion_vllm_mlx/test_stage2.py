@@ -328,7 +328,9 @@ def test_without_an_engine_the_prefix_is_rebuilt_here(
         cache = make_pion_prompt_cache(model, NAME, pc, len(PREFIX))
         assert not isinstance(cache[0], RemoteKVCache)
         assert close(logits(model, cache, REST), logits(model, ordinary(model), REST))
-        with pytest.raises(CannotSplit, match="sparse_full_layers needs the attention engine"):
+        with pytest.raises(
+            CannotSplit, match="sparse_full_layers needs the prefix in this process"
+        ):
             make_pion_prompt_cache(model, NAME, pc, len(PREFIX), {"K_block": 8})
 
 
