@@ -127,7 +127,16 @@ class ForgedServer(ServerProcess):
         super().__init__(directory, flags, None)
 
     def start(self) -> None:
-        """Start (again on the same port), and wait for the ready line."""
+        """Start (again on the same port, if nobody took it meanwhile) and wait until it is ready."""
+        try:
+            self._start()
+        except AssertionError as error:
+            if "is in use by another program" not in str(error):
+                raise
+            self.port = 0
+            self._start()
+
+    def _start(self) -> None:
         flags = ["--port", str(self.port), "--dir", str(self.directory), *self.flags]
         self._process = cast(
             Any, self._forge.start(flags, self.errors, self.faults, **self.request)
