@@ -48,7 +48,7 @@ class History:
     def copy(self, target: Path) -> Path:
         """The files, to be damaged."""
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(self.directory, target)
+        shutil.copytree(self.directory, target, ignore=shutil.ignore_patterns("*.sock"))
         return target
 
 

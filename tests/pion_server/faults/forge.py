@@ -127,7 +127,7 @@ class ForgedServer(ServerProcess):
         super().__init__(directory, flags, None)
 
     def start(self) -> None:
-        """Start (again on the same port, if nobody took it meanwhile) and wait until it is ready."""
+        """Start (again on the same port, if nobody took it meanwhile); wait until it is ready."""
         try:
             self._start()
         except AssertionError as error:
