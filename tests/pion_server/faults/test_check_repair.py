@@ -52,7 +52,7 @@ def spoil(path: Path, place: int, data: bytes = b"\x55\x55") -> None:
 
 
 def test_a_sound_directory_has_no_problems(stopped: ForgedServer, examine: Examine) -> None:
-    before = {path: path.read_bytes() for path in stopped.directory.glob("pion.[vs]*")}
+    before = {path: path.read_bytes() for path in stopped.directory.glob("pion.[vs]s*")}
     for flag in ("--check", "--repair"):
         status, said = examine(flag)
         assert status == 0
