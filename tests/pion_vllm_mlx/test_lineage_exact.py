@@ -10,7 +10,7 @@ import pytest
 
 from pion_vllm_mlx.prefill import prefill
 from tests.pion_patches.shipping import largest_difference
-from tests.pion_patches.zoo import build
+from tests.pion_patches.zoo import ONE_TOKEN_A_CALL, build, families
 from tests.pion_vllm_mlx.conversation import STEP, Cold, ids_of, index_of, logits_of, take_turn
 
 Server = Any
@@ -29,7 +29,7 @@ STATEFUL = (
 
 @pytest.fixture(scope="module")
 def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server("--vstore-sessions", "1024")
+    return module_server("--vstore-sessions", "4096")
 
 
 def is_same(model: Any, cache: list[Any], cold: list[Any]) -> bool:
@@ -189,3 +189,24 @@ def test_a_capture_takes_only_what_is_new(shared: Server) -> None:
     assert fresh.capture(ids, cache) is None
     assert fresh.store(capture) == "stored"
     assert fresh.store(capture) == "known"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", sorted(set(families) - set(ONE_TOKEN_A_CALL)))
+def test_every_family_resumes_a_growing_conversation_bit_for_bit(
+    shared: Server, family: str
+) -> None:
+    model = build(family, seed=1)
+    first = ids_of(1, 150)
+    second = [*first, *ids_of(2, 60)]
+    cold = Cold(model)
+    restored = []
+    for ids in (first, second, second):
+        index = index_of(shared, model)
+        turn = take_turn(index, model, ids)
+        restored.append(turn.restored)
+        whole = cold.run(ids, turn.restored, turn.ends)
+        one, other = logits_of(model, turn.cache), logits_of(model, whole)
+        assert largest_difference(one, other) == 0.0
+        assert index.stats()["stores_failed"] == 0
+    assert restored == ([0, 128, 192] if index.stateful else [0, 150, 210])
