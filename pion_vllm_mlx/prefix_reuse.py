@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from pion_patches.cache_rebuild import CacheImage, UnsupportedCache, dismantle, rebuild
 from pion_patches.inproc import lane_is_off
-from pion_vllm_mlx.background import Background, Job
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage import Capture, Lineage
 from pion_vllm_mlx.lineage.held import HeldBranches
 from pion_vllm_mlx.prefill import Progress, prefill
 from pion_vllm_mlx.process_lock import ProcessLock
+from pion_vllm_mlx.storing import Storing
 from pion_vllm_mlx.tally import Tally
-
-#: Bytes of captures that wait to be stored.
-_WAITING_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +36,17 @@ class PrefixReuse:
         index: Lineage,
         tally: Tally,
         *,
+        storing: Storing,
         kv_bits: KvBits,
         prefill_step: int,
         held_bytes: int,
-        store: str,
-        store_wait: float,
         computing: ProcessLock,
     ) -> None:
-        """`store`: "background", "sync" or "off"; `computing`: held while the model runs.
-
-        The rest as for `PionPromptCache`.
-        """
+        """`storing`: whose lane `index` stores through; `computing`: held while the model runs."""
         self._model, self._index, self._tally = model, index, tally
-        self._kv_bits, self._prefill_step, self._store = kv_bits, prefill_step, store
+        self._storing, self._kv_bits, self._prefill_step = storing, kv_bits, prefill_step
         self._held = HeldBranches(held_bytes, stateful=index.stateful)
         self._computing = computing
-        self._background = Background(_WAITING_BYTES, store_wait, index.close)
 
     def get(self, ids: Sequence[int], progress: Progress | None) -> list[Any]:
         """Caches that hold exactly `ids`, the caller's own."""
@@ -74,15 +66,8 @@ class PrefixReuse:
             self._send(capture, seconds)
         return cache
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait for the stores so far; True if all of them are done and none failed meanwhile."""
-        return self._background.flush(self._background.patience if timeout is None else timeout)
-
-    def close(self) -> None:
-        """Wait for the stores as long as was agreed, then give them up; forget what is held."""
-        if not self._background.flush(self._background.patience):
-            self._tally.add("stores_failed", self._background.abandon())
-        self._index.close()
+    def clear(self) -> None:
+        """Forget what is held."""
         self._held.clear()
 
     def _find(self, ids: Sequence[int]) -> Found:
@@ -140,7 +125,7 @@ class PrefixReuse:
             self._index.rates.add_prefill(end - start, seconds)
             self._tally.add_seconds("prefill_ms_total", seconds)
             since += seconds
-            capture = None if self._store == "off" else self._index.capture(ids[:end], cache)
+            capture = None if self._storing.mode == "off" else self._index.capture(ids[:end], cache)
             if capture is not None:
                 captures.append((capture, since))
                 since = 0.0
@@ -148,7 +133,7 @@ class PrefixReuse:
         return captures
 
     def _keep(self, ids: Sequence[int], cache: list[Any]) -> None:
-        if lane_is_off():
+        if lane_is_off() or not self._held.budget:
             return
         try:
             self._held.hold(self._index.asked(ids), dismantle(cache, len(ids)))
@@ -164,12 +149,8 @@ class PrefixReuse:
             self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
             return outcome not in ("failed", "gap")
 
-        if self._store == "sync":
-            store()
-            return
         # Each rests on the one before it: none replaces another.
-        queued, _ = self._background.submit(Job(object(), store, capture.nbytes, time.monotonic()))
-        self._tally.add("stores_skipped", int(not queued))
+        self._storing.run(object(), store, capture.nbytes, seconds)
 
 
 def _shifted(progress: Progress, start: int, total: int) -> Progress:

@@ -12,7 +12,6 @@ reaches the caller.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -153,7 +152,7 @@ class PionPromptCache(AttendQueries):
         )
         #: What serves calls without a namespace; made by the first of them.
         self._reuse: PrefixReuse | None = None
-        self._store_mode, self._store_wait, self._held_bytes = store, store_wait, held_bytes
+        self._held_bytes = held_bytes
         self._stage2 = None
         if stage2:
             binary = None
@@ -294,10 +293,7 @@ class PionPromptCache(AttendQueries):
 
         True if every store so far has ended and none has failed since the last `flush`.
         """
-        wait = self._store_wait if timeout is None else timeout
-        deadline = time.monotonic() + wait
-        reused = self._reuse is None or self._reuse.flush(wait)
-        return self._storing.flush(max(0.0, deadline - time.monotonic())) and reused
+        return self._storing.flush(timeout)
 
     def close(self) -> None:
         """Let go of the connections and of what is held in process. The object stays usable.
@@ -309,7 +305,7 @@ class PionPromptCache(AttendQueries):
         self._local.close()
         self._storing.close()
         if self._reuse is not None:
-            self._reuse.close()
+            self._reuse.clear()
         self._named.clear()
         self._split.clear()
         if self._stage2 is not None:
@@ -332,6 +328,7 @@ class PionPromptCache(AttendQueries):
                 index = Lineage(
                     self.model,
                     self._lane,
+                    self._storing.lane,
                     tier=self._tier,
                     kv_bits=self._kv_bits,
                     timeout=self.timeout,
@@ -344,11 +341,10 @@ class PionPromptCache(AttendQueries):
                     self.model,
                     index,
                     self._tally,
+                    storing=self._storing,
                     kv_bits=self._kv_bits,
                     prefill_step=self.prefill_step_size,
                     held_bytes=self._held_bytes,
-                    store=self._store_mode,
-                    store_wait=self._store_wait,
                     computing=self._prefilling,
                 )
             return self._reuse

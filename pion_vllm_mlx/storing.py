@@ -86,22 +86,34 @@ class Storing:
             return False
         finally:
             self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
-        if self.mode == "sync":
-            return self._send(name, shipment, damaged, then)
-        delay = min(_LONGEST_DELAY, _SHARE_OF_PREFILL * seconds)
-        job = Job(
-            name,
-            lambda: self._send(name, shipment, damaged, then),
-            image.nbytes,
-            time.monotonic() + delay,
+        return self.run(
+            name, lambda: self._send(name, shipment, damaged, then), image.nbytes, seconds
         )
+
+    def run(self, key: object, work: Callable[[], bool], nbytes: int, seconds: float) -> bool:
+        """Do a store now or in the background, by the mode; False if it failed or never will be.
+
+        `work` answers whether it succeeded. `key`: what it is about, of which only the newest
+        counts; `nbytes`: the memory it holds on to; `seconds`: how long the prefill took.
+        """
+        if self.mode == "off":
+            return False
+        if self.mode == "sync":
+            return work()
+        delay = min(_LONGEST_DELAY, _SHARE_OF_PREFILL * seconds)
         try:
+            job = Job(key, work, nbytes, time.monotonic() + delay)
             queued, replaced = self._background.submit(job)
         except RuntimeError as error:
             self._fail(error)
             return False
         self._tally.add("stores_skipped", replaced + (not queued))
         return queued
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that stores go through."""
+        return self._lane
 
     @property
     def busy(self) -> bool:

@@ -20,7 +20,7 @@ class HeldBranches:
 
     def __init__(self, budget: int, *, stateful: bool) -> None:
         """`stateful`: an image can be used as a whole only."""
-        self._budget = budget
+        self.budget = budget
         self._stateful = stateful
         self._lock = ProcessLock()
         self._entries: OrderedDict[bytes, tuple[Asked, CacheImage]] = OrderedDict()
@@ -46,14 +46,14 @@ class HeldBranches:
 
     def hold(self, asked: Asked, image: CacheImage) -> None:
         """Keep an image of exactly `asked`, if it has a whole block and fits into the budget."""
-        if not asked.digests or image.nbytes > self._budget:
+        if not asked.digests or image.nbytes > self.budget:
             return
         # Evaluated, any thread may use it; a lazy array belongs to the thread that made it.
         mx.eval(image.arrays())
         with self._lock:
             name = asked.digests[-1]
             self._drop(name)
-            while self._nbytes + image.nbytes > self._budget:
+            while self._nbytes + image.nbytes > self.budget:
                 self._drop(next(iter(self._entries)))
             self._entries[name] = (asked, image)
             self._nbytes += image.nbytes

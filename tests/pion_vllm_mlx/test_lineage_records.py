@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pion_patches.pieces import RowLayout
+from pion_vllm_mlx.lineage import Lineage
 from pion_vllm_mlx.lineage.blocks import BLOCK, Scope
 from pion_vllm_mlx.lineage.match import Asked, match_rows, match_state
 from pion_vllm_mlx.lineage.records import (
@@ -24,6 +25,8 @@ from pion_vllm_mlx.lineage.records import (
     write_segment,
 )
 from pion_vllm_mlx.manifest_fields import Blob, LeafEntry, ManifestError, Rows
+from pion_vllm_mlx.transport.endpoint import Endpoint
+from tests.pion_patches.zoo import build
 
 MODEL = "a" * 64
 ROOT = Scope(MODEL).root()
@@ -251,3 +254,18 @@ def test_whatever_is_found_the_links_are_one_beginning_of_the_ids(data: st.DataO
         at += link.used
     assert at == match.tokens
     assert match.tokens >= BLOCK or 0 not in found
+
+
+def test_a_stateful_prefill_pauses_at_block_ends() -> None:
+    """Where asked for, every 1,024 tokens, and at the last whole block; nowhere without state."""
+    index = Lineage(build("qwen3_5"), Endpoint("127.0.0.1", 1))
+    assert index.stateful
+    assert index.checkpoints(0, 63) == ()
+    assert index.checkpoints(0, 64) == (64,)
+    assert index.checkpoints(0, 150, at=[147, 100, 3]) == (64, 128)
+    assert index.checkpoints(128, 150) == ()
+    assert index.checkpoints(100, 2500) == (1024, 2048, 2496)
+    assert index.checkpoints(1024, 2100, at=[1024, 9999]) == (2048,)
+    plain = Lineage(build("llama"), Endpoint("127.0.0.1", 1))
+    assert not plain.stateful
+    assert plain.checkpoints(0, 2500, at=[147]) == ()
