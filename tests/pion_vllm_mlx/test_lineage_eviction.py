@@ -329,3 +329,28 @@ def bits_of(cache: list[Any]) -> bytes:
         for leaf in cache
         for side in (leaf.keys, leaf.values)
     )
+
+
+def test_another_models_conversations_count_and_are_evicted(running: Server) -> None:
+    """F01: what the model in use cannot read still takes its room, and makes it, after a restart
+    as before."""
+    old, new = MODEL, build("llama", seed=22)
+    index = index_of(running, old)
+    for seed in range(300, 304):
+        take_turn(index, old, ids_of(seed, 128))
+    budget = index.used_bytes
+    for _ in range(2):
+        current = index_of(running, new, budget_bytes=budget)
+        for seed in range(310, 313):
+            take_turn(current, new, ids_of(seed, 128))
+            assert current.used_bytes == bytes_held(running) <= budget
+        running.kill()
+        running.restart()
+        assert bytes_held(running) <= budget
+    assert [index_of(running, new).find(ids_of(seed, 128)).tokens for seed in range(310, 313)] == [
+        128,
+        128,
+        128,
+    ]
+    survivors = [index_of(running, old).find(ids_of(seed, 128)).tokens for seed in range(300, 304)]
+    assert survivors == [0, 0, 0, 128]
