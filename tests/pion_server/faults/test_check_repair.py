@@ -56,7 +56,7 @@ def test_a_sound_directory_has_no_problems(stopped: ForgedServer, examine: Exami
     for flag in ("--check", "--repair"):
         status, said = examine(flag)
         assert status == 0
-        assert re.fullmatch(r"4 files, \d+ records, \d+ bytes: no problems", said[-1])
+        assert re.fullmatch(r"6 files, \d+ records, \d+ bytes: no problems", said[-1])
         assert len(said) == 1
     assert {path: path.read_bytes() for path in before} == before
 

@@ -61,7 +61,7 @@ def complete(client: RawClient, ledger: Ledger) -> None:
 
 def on_disk(directory: Path) -> int:
     """What `du` says of the data: all but the heartbeat."""
-    files = [path for path in directory.iterdir() if ".status" not in path.name]
+    files = [path for path in directory.iterdir() if path.suffix not in (".status", ".sock")]
     return sum(path.stat().st_blocks * 512 for path in files)
 
 
