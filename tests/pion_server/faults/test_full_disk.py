@@ -126,10 +126,10 @@ def test_a_save_without_room_changes_nothing_and_later_works(
         perform(client, ledger, [oracle.store_state(ledger.ns, 0, values(number, 40_000))])
         complete(client, ledger)
     other = occupy(small_disk, 2 * MB)
-    before = {p.name: p.read_bytes() for p in server.directory.glob("pion.[vs]*")}
+    before = {p.name: p.read_bytes() for p in server.directory.glob("pion.[vs]s*")}
     for _ in range(2):
         assert "No space left" in client.error("KV.PREFIX.SAVE")
-        assert {p.name: p.read_bytes() for p in server.directory.glob("pion.[vs]*")} == before
+        assert {p.name: p.read_bytes() for p in server.directory.glob("pion.[vs]s*")} == before
         for ledger in ledgers:
             assert observe(client, ledger.ns) == ledger.image
     perform(client, ledgers[0], [oracle.store("n0", "_pv", "fp32", 0, 0, values(8, 4096))])
