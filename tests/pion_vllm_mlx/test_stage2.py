@@ -19,6 +19,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from pion_patches.attention import pion_attention_patch
+from pion_patches.inproc import SWITCH
 from pion_patches.prefix_entry import CannotSplit
 from pion_patches.remote import RemoteKVCache
 from pion_patches.split_cache import PrefixTrimError
@@ -394,6 +395,36 @@ def test_what_requests_leave_in_the_server_goes_when_the_next_one_opens(
         for one in twins:
             logits(model, one, REST[:2])
         assert client.info()["decode_sessions"] == 2
+
+
+def test_the_process_lane_turned_off_means_the_wire_as_soon_as_the_prefix_is_stored(
+    server: Callable[..., Server], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The design's way to measure the wire on one machine, with the store still going on."""
+    monkeypatch.setenv(SWITCH, "1")
+    with PionPromptCache(model, port=server().port, stage2=True, timeout=5) as pc:
+        pc.get_or_prefill(PREFIX, NAME)
+        found = logits(model, opened(pc, model), REST)
+        assert close(found, logits(model, ordinary(model), REST))
+        assert pc.stats()["attend_binary"] == 2 * len(REST)
+
+
+@LANES
+@pytest.mark.parametrize("extra", [None, NO_SESSIONS], ids=["append", "resend"])
+def test_a_window_that_the_server_has_by_default_is_not_the_model_s(
+    server: Callable[..., Server], model: Any, extra: Path | None, binary_port: int | None
+) -> None:
+    running = server("--fa-window", "4", extra=extra)
+    fill(running, model)
+    with PionPromptCache(model, port=running.port, stage2=True, binary_port=binary_port) as pc:
+        cache, plain = opened(pc, model), ordinary(model)
+        for batch in (1, 2):
+            tokens = mx.array([REST[:5]] * batch)
+            if batch == 2:
+                cache, plain = opened(pc, model), make_prompt_cache(model)
+                model(mx.array([PREFIX] * 2), cache=plain)
+            assert mx.allclose(model(tokens, cache=cache), model(tokens, cache=plain), atol=1e-5)
+        assert pc.stats()["wire_losses"] == 0
 
 
 def test_the_longest_namespace_has_a_session(server: Callable[..., Server], model: Any) -> None:
