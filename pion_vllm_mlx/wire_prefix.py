@@ -32,7 +32,7 @@ from pion_vllm_mlx.attend_wire import (
     is_missing,
 )
 from pion_vllm_mlx.decode_session import DecodeSession
-from pion_vllm_mlx.manifest import LeafEntry, Manifest
+from pion_vllm_mlx.manifest import LeafEntry, Manifest, Rows
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.restore import Found, Miss
 from pion_vllm_mlx.transport import Patience, ServerError
@@ -90,16 +90,26 @@ def _wire_layer(leaf: LeafEntry, tokens: int) -> WireLayer | str:
         return "a layer without rows of both keys and values"
     if not keys.count == values.count == tokens:
         return "a layer with other rows than one a token"
-    sides = [leaf.meta.get(side) for side in ("keys", "values")]
-    shapes = [(side.get("heads"), *side.get("widths", ())) for side in sides if side is not None]
-    if len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 2:
-        return "keys and values of different widths"
-    heads, dim = shapes[0]
-    if dim not in HEAD_DIMS:
-        return f"head dimension {dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if keys.layout.fmt != "dense" or "raw" in (keys.store, values.store):
         return "rows the server keeps as opaque bytes"
+    shape = _shape(leaf.meta.get("keys"), keys)
+    if shape is None or shape != _shape(leaf.meta.get("values"), values):
+        return "keys and values of different widths"
+    heads, dim = shape
+    if dim not in HEAD_DIMS:
+        return f"head dimension {dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     return WireLayer(leaf.path, keys.layer, heads, dim)
+
+
+def _shape(meta: Any, rows: Rows) -> tuple[int, int] | None:
+    """Heads and head dimension that a leaf's meta gives its rows, if the two agree."""
+    heads = meta.get("heads") if isinstance(meta, dict) else None
+    widths = meta.get("widths") if isinstance(meta, dict) else None
+    if type(heads) is not int or not isinstance(widths, list) or len(widths) != 1:
+        return None
+    (dim,) = widths
+    agrees = type(dim) is int and dim > 0 and heads * dim == rows.layout.widths[0]
+    return (heads, dim) if agrees else None
 
 
 class WirePrefix:

@@ -89,6 +89,23 @@ def test_layers_that_warm_cannot_tell_apart_are_not_mixed_up(manifest: Manifest)
     assert [one.layer for one in layers] == [0]
 
 
+@pytest.mark.parametrize(
+    "side",
+    [None, "rows", {}, {"heads": 2}, {"heads": "2", "widths": [32]}, {"heads": 2, "widths": 32}]
+    + [{"heads": 2, "widths": widths} for widths in ([], [33], ["32"], [32, 32], [-32])],
+    ids=str,
+)
+def test_a_manifest_whose_shapes_do_not_add_up_is_not_attended_to(
+    manifest: Manifest, side: Any
+) -> None:
+    leaves = tuple(
+        dataclasses.replace(leaf, meta={**leaf.meta, "keys": side, "values": side})
+        for leaf in manifest.leaves
+    )
+    with pytest.raises(NotOnTheWire, match="keys and values of different widths"):
+        wire_layers(dataclasses.replace(manifest, leaves=leaves))
+
+
 class Owner:
     """What a `WirePrefix` is given, and what of it was called."""
 
