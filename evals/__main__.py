@@ -39,7 +39,7 @@ def run_eval(name: str, setting: Setting, folder: Path) -> bool:
             findings.as_document(),
             folder,
             title=title_of(module),
-            model=setting.model_name,
+            model=findings.model or setting.model_name,
             fraction=setting.fraction,
             seed=setting.seed,
             seconds=round(time.perf_counter() - started, 1),

@@ -75,6 +75,8 @@ class Findings:
     bars: Sequence[Bar] = ()
     quoted: Sequence[Quoted] = ()
     notes: Sequence[str] = field(default=())
+    #: What was measured, where it is not the model of the setting.
+    model: str | None = None
 
     def as_document(self) -> dict[str, Any]:
         """Plain lists and dictionaries, with `holds` added to each bar."""

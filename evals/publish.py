@@ -41,7 +41,7 @@ PAGES: Mapping[Path, Collection] = {
     ROOT / "docs" / "benchmarks.md": BENCHES,
 }
 #: Benchmarks of figures alone that README or docs name.
-NAMED = ("bench-blas",)
+NAMED = ("bench-blas", "bench-stage2")
 
 _BLOCK = re.compile(
     r"(<!-- result: (?P<name>\w+) (?P<number>\d+) -->\n)(?P<body>.*?)(<!-- end of result -->)",

@@ -27,6 +27,7 @@ from evals.speaking import speak
 from evals.texts import read_long_text
 from pion_vllm_mlx import PionPromptCache
 
+RANDOM_MODEL: Final = "a random qwen3_5 of Qwen3.5-4B's layer pattern, float32"
 LENGTHS: Final = (174, 2048, 4096, 8192)
 TOKENS: Final = 18
 _SUFFIX: Final = 12
@@ -166,7 +167,9 @@ def _findings(setting: Setting, found: list[Measured]) -> Findings:
                 ours += f" {mine.cold_seconds / mine.warm_seconds:.1f}x, {mine.agree}/{TOKENS}"
         what = f"Qwen3.5-4B-MLX-4bit, {length:,} tokens: vanilla, Pion, speed-up, tokens"
         quoted.append(Quoted(what, f"{quoted_times}, {rest}", ours))
+    model = setting.model or RANDOM_MODEL
     return Findings(
+        model=model,
         figures={
             "real_model": real,
             "lengths": {
@@ -182,7 +185,7 @@ def _findings(setting: Setting, found: list[Measured]) -> Findings:
         },
         tables=[
             Table(
-                setting.model or "A random qwen3_5 of Qwen3.5-4B's layer pattern, float32",
+                model,
                 _COLUMNS,
                 rows,
                 "Tokens as vanilla: of the first 18, against the whole prompt at once. Layers and"
