@@ -92,6 +92,7 @@ def test_what_the_map_points_to_is_there() -> None:
             "tests/test_prompt_cache_workload.py",
             ["--vquant", "--prompts", "--queries", "--prompt-repeats"],
         ),
+        ("tests/bench_ttft.py", ["--start", "--prompt-tokens", "--runs"]),
         ("tests/test_kv_prefix_bleu.py", ["--questions", "--tokens", "--model"]),
         ("reproducers/stage2_ttft.py", ["--model", "--fraction"]),
     ],
