@@ -60,10 +60,12 @@ class Prefix:
             yield lambda: pc.get_or_prefill(self.ids, self.namespace)
 
     @contextmanager
-    def share_in_process(self) -> Iterator[Open]:
+    def share_in_process(self, blocks: Mapping[str, Any] | None = None) -> Iterator[Open]:
         with pion_attention_patch(), self._client() as pc:
             pc.get_or_prefill(self.ids, self.namespace)
-            yield lambda: make_pion_prompt_cache(self.model, self.namespace, pc, len(self.ids))
+            yield lambda: make_pion_prompt_cache(
+                self.model, self.namespace, pc, len(self.ids), sparse_full_layers=blocks
+            )
 
     @contextmanager
     def attend_in_server(
@@ -102,9 +104,12 @@ LANES: Final[Mapping[str, Lane]] = {
     IN_SERVER: partial(Prefix.attend_in_server, binary_port=_NEXT_PORT),
 }
 
-#: Lanes that read a part of the prefix only: 8 blocks of 64 tokens a query, chosen there.
+_BLOCKS: Final = {"K_block": 64, "K_blocks": 8}
+
+#: Lanes that read a part of the prefix only: the 8 best blocks of 64 tokens for each query.
 APPROXIMATE: Final[Mapping[str, Lane]] = {
+    "C in process, 8 blocks of 64": partial(Prefix.share_in_process, blocks=_BLOCKS),
     "C in the server, 8 blocks of 64": partial(
-        Prefix.attend_in_server, binary_port=_NEXT_PORT, blocks={"K_block": 64, "K_blocks": 8}
+        Prefix.attend_in_server, binary_port=_NEXT_PORT, blocks=_BLOCKS
     ),
 }

@@ -11,7 +11,7 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 import numpy as np
 
-from evals.lanes import LANES
+from evals.lanes import APPROXIMATE, LANES
 from evals.needles import found_by, plant_needles
 from evals.random_models import random_hybrid, random_ids
 from evals.setting import Setting
@@ -70,6 +70,14 @@ def test_a_needle_lies_where_it_should() -> None:
     assert places[0] == 0
     assert 0.4 < places[1] < 0.6
     assert places[2] > 0.85
+
+
+def test_every_lane_answers_as_vanilla_behind_a_haystack() -> None:
+    (found,) = niah.measure_model(SMALL, [600], [0.5])
+    assert set(found.lanes) == set(LANES)
+    assert all(found.lanes.values())
+    assert set(found.approximate) == set(APPROXIMATE)
+    assert not is_installed()
 
 
 class _Words:
