@@ -27,6 +27,8 @@ from tests.pion_patches.zoo import families
 PREFIX = 21
 #: A question longer than the windows (8), tokens one by one, and a chunk in between.
 CALLS = (9, 1, 1, 4, 1, 1)
+#: Of the largest logit, in float32.
+TOLERANCE = 1e-5
 HERE = Path(__file__).parent
 
 # Families whose attention stays in this process, and the words that say why.
@@ -85,7 +87,7 @@ def test_attention_on_the_wire_and_ordinary_attention_agree(
         found = continuation(name, model, cache, PREFIX, CALLS)
         stats = fresh.stats()
     expected = ordinary(name, model)
-    assert np.abs(found - expected).max() < 1e-5 * max(1.0, np.abs(expected).max())
+    assert np.abs(found - expected).max() < TOLERANCE * max(1.0, np.abs(expected).max())
     assert stats["wire_losses"] == stats["misses"] == 0
     if name in REFUSED_THERE:
         assert not there
@@ -115,7 +117,7 @@ def test_lanes_and_older_servers_agree_with_ordinary_attention(
         found = continuation(name, model, cache, PREFIX, CALLS)
         stats = fresh.stats()
     expected = ordinary(name, model)
-    assert np.abs(found - expected).max() < 1e-5 * max(1.0, np.abs(expected).max())
+    assert np.abs(found - expected).max() < TOLERANCE * max(1.0, np.abs(expected).max())
     used = "resp" if running is older and name == "gpt_oss" else lane
     assert stats[f"attend_{used}"] > 0
     assert stats["attend_resp"] + stats["attend_binary"] == stats[f"attend_{used}"]
