@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -104,10 +106,12 @@ def test_windows_and_sinks_stay_as_they_are() -> None:
 
 
 def test_figures_of_blocks_go_with_their_prefix() -> None:
-    before = len(_summaries)
     keys = drawn(1, 1, 1, 40, DIM)
     prefix = PrefixRows(keys, keys, 40)
-    choose_tokens(drawn(2, 1, 1, 1, DIM), prefix, Blocks(8, 2, "quest"))
-    assert len(_summaries) == before + 1
+    for selector in ("quest", "block_mean"):
+        choose_tokens(drawn(2, 1, 1, 1, DIM), prefix, Blocks(8, 2, selector))
+    assert set(_summaries[prefix]) == {(8, "quest"), (8, "block_mean")}
+    alive = weakref.ref(prefix)
     del prefix
-    assert len(_summaries) == before
+    gc.collect()
+    assert alive() is None
