@@ -128,9 +128,17 @@ def _tensors(side: str, entry: LeafEntry, rows: Rows) -> _Tensors:
         except ValueError as error:
             raise NotLent("unsound", str(error)) from error
         return _Tensors(name, rows, False, 1, (("uint8", width),))
-    shape = entry.meta.get("keys" if side == "k" else "values")
-    heads = shape.get("heads") if isinstance(shape, dict) else None
-    if type(heads) is not int or heads < 1 or any(width % heads for width in layout.widths):
+    heads = heads_of(entry, "keys" if side == "k" else "values", rows)
+    if heads is None:
         raise NotLent("unsound", f"no heads of {name}")
     widths = (width // heads for width in layout.widths)
     return _Tensors(name, rows, True, heads, tuple(zip(layout.dtypes, widths, strict=True)))
+
+
+def heads_of(entry: LeafEntry, side: str, rows: Rows) -> int | None:
+    """Over how many heads a row of this side is spread evenly; None where nothing says so."""
+    shape = entry.meta.get(side)
+    heads = shape.get("heads") if isinstance(shape, dict) else None
+    if type(heads) is not int or heads < 1 or any(width % heads for width in rows.layout.widths):
+        return None
+    return heads

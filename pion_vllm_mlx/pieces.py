@@ -97,6 +97,10 @@ def _largest(data: memoryview, given: InputType) -> float:
     return float((word.astype(np.uint32) << np.uint32(16)).view(np.float32))
 
 
+#: Bytes. Fresh memory is filled soon after it was cleared, and clearing it overlaps with receiving.
+_OPENED_AT_ONCE: Final = 4 << 20
+
+
 class Landing:
     """Where one piece's PACKED rows arrive: memory of an MLX array that becomes the piece."""
 
@@ -106,6 +110,7 @@ class Landing:
         self.format = row_format(rows.store, rows.layout)
         self.nbytes = rows.count * self.format.packed_row_bytes
         self._bytes: mx.array | None = None
+        self._intact: bool | None = None
         self.view: memoryview | None = None
 
     @staticmethod
@@ -120,9 +125,15 @@ class Landing:
         """Take u8 `[nbytes]` that somebody else has read and checked."""
         self._bytes = array
 
+    def expect(self) -> None:
+        """Bytes are about to arrive, for the first time or again."""
+        self._intact = None
+
     def is_intact(self) -> bool:
-        """Whether what arrived has the checksum it was stored with."""
-        return self.view is not None and (xxhash.xxh3_64_hexdigest(self.view) == self.rows.checksum)
+        """Whether what arrived has the checksum it was stored with; looked at once."""
+        if self._intact is None and self.view is not None:
+            self._intact = xxhash.xxh3_64_hexdigest(self.view) == self.rows.checksum
+        return bool(self._intact)
 
     def piece(self) -> RowPiece:
         """The rows as arrays, decoded unless their format keeps the very bits."""
@@ -148,18 +159,29 @@ class Landing:
         )
 
 
+def _a_few(nbytes: int) -> int:
+    """How many pieces of that size are opened at once, while the next ones are on their way."""
+    return max(1, _OPENED_AT_ONCE // max(1, nbytes))
+
+
 def places_of(landings: Sequence[Landing]) -> Callable[[int, int], memoryview | None]:
     """Where each bulk of a reply goes, in order; one of another length gets no place.
 
-    Memory is taken when the first bulk announces the right length: a manifest alone, whatever
-    it claims, costs none.
+    When one begins the one before it is complete: it is checked then, while it is still in the
+    processor's cache and the next one is on its way.
+
+    Memory is taken when a bulk announces the right length, for it and a few more: a manifest alone,
+    whatever it claims, costs none.
     """
 
     def place(index: int, nbytes: int) -> memoryview | None:
         if index >= len(landings) or landings[index].nbytes != nbytes:
             return None
         if landings[index].view is None:
-            Landing.open(landings)
+            Landing.open(landings[index : index + _a_few(landings[index].nbytes)])
+        if index:
+            landings[index - 1].is_intact()
+        landings[index].expect()
         return landings[index].view
 
     return place

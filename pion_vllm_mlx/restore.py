@@ -15,8 +15,9 @@ import xxhash
 
 from pion_patches.cache_rebuild import CacheImage, Leaf, RebuildError, RowPiece
 from pion_patches.containers import unpack_arrays
+from pion_patches.pieces import HeadPiece
 from pion_vllm_mlx.fill import session_id
-from pion_vllm_mlx.lent import Layout
+from pion_vllm_mlx.lent import Layout, heads_of
 from pion_vllm_mlx.manifest import (
     Blob,
     LeafEntry,
@@ -276,11 +277,17 @@ class _Arrived:
         arrays: tuple[mx.array | None, ...] = ()
         if entry.blob is not None:
             arrays = unpack_arrays(entry.kind, self._blobs[entry.blob.layer], tokens)
-        keys, values = self._piece("keys", entry.keys), self._piece("values", entry.values)
+        keys = self._piece("keys", entry, entry.keys)
+        values = self._piece("values", entry, entry.values)
         return Leaf(entry.path, entry.kind, dict(entry.meta), keys, values, arrays)
 
-    def _piece(self, side: str, rows: Rows | None) -> RowPiece | None:
-        return None if rows is None else self._rows[side, rows.layer].piece()
+    def _piece(self, side: str, entry: LeafEntry, rows: Rows | None) -> RowPiece | None:
+        """The rows, seen head by head: the first append to the cache turns them, in its copy."""
+        if rows is None:
+            return None
+        piece = self._rows[side, rows.layer].piece()
+        heads = heads_of(entry, side, rows)
+        return piece if heads is None else HeadPiece.of(piece, heads)
 
 
 def _layer_of(rows: Rows) -> int:

@@ -9,6 +9,7 @@ the page cache, and so are the server's.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,12 +23,13 @@ from mlx_lm.models import llama, qwen3_5
 from evals.rounds import interleave, medians
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.local_server import LocalServer
+from pion_vllm_mlx.transport.local import OFF
 
 TOKENS: Final = 1024
 ROUNDS: Final = 15
-_VOCAB: Final = 256
+VOCAB: Final = 256
 _stock: Any = mlx_lm_caches  # mlx-lm is not typed
-_PLAIN: Final[Mapping[str, Any]] = {
+PLAIN: Final[Mapping[str, Any]] = {
     "model_type": "llama",
     "hidden_size": 192,
     "num_hidden_layers": 30,
@@ -36,7 +38,7 @@ _PLAIN: Final[Mapping[str, Any]] = {
     "num_key_value_heads": 3,
     "head_dim": 64,
     "rms_norm_eps": 1e-5,
-    "vocab_size": _VOCAB,
+    "vocab_size": VOCAB,
 }
 _HYBRID: Final[Mapping[str, Any]] = {
     "model_type": "qwen3_5_text",
@@ -53,7 +55,7 @@ _HYBRID: Final[Mapping[str, Any]] = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
     "rms_norm_eps": 1e-5,
-    "vocab_size": _VOCAB,
+    "vocab_size": VOCAB,
     "num_experts": 0,
     "max_position_embeddings": 4096,
 }
@@ -61,6 +63,7 @@ _HYBRID: Final[Mapping[str, Any]] = {
 
 def run(tokens: int = TOKENS, rounds: int = ROUNDS) -> Mapping[str, Any]:
     """Seconds of every round by model and way, medians and ratios to mlx-lm's file."""
+    os.environ[OFF] = "1"  # on one machine it would be a file
     print(
         f"{'':<12}{'MB':>7}",
         *(f"{way:>18}" for way in ("TCP", "in process", "mlx-lm file")),
@@ -69,7 +72,7 @@ def run(tokens: int = TOKENS, rounds: int = ROUNDS) -> Mapping[str, Any]:
     figures = {}
     hybrid: Any = qwen3_5
     for name, model in (
-        ("30 plain", llama.Model(llama.ModelArgs(**_PLAIN))),
+        ("30 plain", llama.Model(llama.ModelArgs(**PLAIN))),
         (
             "qwen3_5",
             hybrid.Model(
@@ -84,7 +87,7 @@ def run(tokens: int = TOKENS, rounds: int = ROUNDS) -> Mapping[str, Any]:
 
 
 def _measure(name: str, model: Any, tokens: int, rounds: int) -> Mapping[str, Any]:
-    ids = np.random.default_rng(tokens).integers(0, _VOCAB, tokens).tolist()
+    ids = np.random.default_rng(tokens).integers(0, VOCAB, tokens).tolist()
     with tempfile.TemporaryDirectory(prefix="pion-bench-") as folder:
         file = str(Path(folder) / "cache.safetensors")
         with (
@@ -96,9 +99,9 @@ def _measure(name: str, model: Any, tokens: int, rounds: int) -> Mapping[str, An
         ):
             _stock.save_prompt_cache(file, over_tcp.get_or_prefill(ids, name))
             ways: dict[str, Callable[[], bytes]] = {
-                "TCP": lambda: _append(model, over_tcp.get_or_prefill(ids, name)),
-                "in process": lambda: _append(model, in_process.get_or_prefill(ids, name)),
-                "mlx-lm file": lambda: _append(model, _stock.load_prompt_cache(file)),
+                "TCP": lambda: append_one(model, over_tcp.get_or_prefill(ids, name)),
+                "in process": lambda: append_one(model, in_process.get_or_prefill(ids, name)),
+                "mlx-lm file": lambda: append_one(model, _stock.load_prompt_cache(file)),
             }
             if len({way() for way in ways.values()}) != 1:
                 raise RuntimeError("the three ways do not continue alike")
@@ -114,7 +117,7 @@ def _measure(name: str, model: Any, tokens: int, rounds: int) -> Mapping[str, An
     return {"bytes": nbytes, "seconds": seconds, "ratio": ratios}
 
 
-def _append(model: Any, cache: list[Any]) -> bytes:
+def append_one(model: Any, cache: list[Any]) -> bytes:
     logits = model(mx.array([[7]]), cache=cache)
     mx.eval(logits, [leaf.state for leaf in cache])
     return np.array(logits).tobytes()

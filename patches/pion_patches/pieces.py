@@ -238,8 +238,16 @@ class RowPiece:
 class HeadPiece(RowPiece):
     """A piece whose `parts` are `[1, H, N, width_i / H]`: rows turned as a cache keeps them.
 
-    A rebuilt cache takes these very tensors, without a copy and without room for more rows.
+    A rebuilt cache takes these very tensors, without a copy and without room for more rows. They
+    may be views of rows.
     """
+
+    @classmethod
+    def of(cls, piece: RowPiece, heads: int) -> HeadPiece:
+        """The rows of a piece head by head, evaluated, sharing its memory."""
+        views = [part.reshape(piece.rows, heads, -1).swapaxes(0, 1)[None] for part in piece.parts]
+        mx.eval(views)
+        return cls(tuple(views), piece.fmt)
 
     @property
     def rows(self) -> int:

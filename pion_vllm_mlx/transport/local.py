@@ -19,12 +19,12 @@ import os
 import socket
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.transport import (
     Command,
     Lane,
@@ -95,7 +95,7 @@ class LocalLane:
         self._username, self._password = username, password
         self._connect_timeout = connect_timeout
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._connection: LocalConnection | None = None
         here = isinstance(lane, Endpoint) and is_loopback(lane.host)
         self._why_never = "" if here else "remote"

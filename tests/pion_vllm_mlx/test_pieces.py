@@ -122,11 +122,26 @@ def test_a_bulk_of_another_length_or_place_gets_no_memory() -> None:
 def test_landings_share_no_memory() -> None:
     rows, data = rows_of(RowPiece((mx.zeros((4, 8)),), "dense"), "fp32")
     landings = [Landing(rows), Landing(rows)]
-    views = [places_of(landings)(index, len(data)) for index in (0, 1)]
-    assert views[0] is not None
-    views[0][:] = b"\xff" * len(data)
+    place = places_of(landings)
+    first = place(0, len(data))
+    assert first is not None
+    first[:] = b"\xff" * len(data)
+    place(1, len(data))
     assert landings[1].is_intact()
     assert not landings[0].is_intact()
+
+
+def test_what_arrives_again_is_checked_again() -> None:
+    """A reply that broke off after a whole piece, and comes otherwise at the second attempt."""
+    rows, data = rows_of(RowPiece((mx.zeros((4, 8)),), "dense"), "fp32")
+    landings = [Landing(rows), Landing(rows)]
+    place = places_of(landings)
+    for content in (bytes(len(data)), b"\xff" * len(data)):
+        view = place(0, len(data))
+        assert view is not None
+        view[:] = content
+        place(1, len(data))
+        assert landings[0].is_intact() is (content == bytes(len(data)))
 
 
 def test_boundary_protection_counts_layers_from_both_ends() -> None:
