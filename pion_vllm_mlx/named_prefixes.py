@@ -126,7 +126,7 @@ class NamedPrefixes:
             else:
                 restored = fetch_prefix(self._lane, name, found, self._timeout, rates=rates)
                 if lent is not None:
-                    self._local.ask(lent)
+                    self._local.tell(lent)
             cache = rebuild(self._template(restored.image.tokens), restored.image)
         except Miss as miss:
             self._tally.add_miss(miss.reason)

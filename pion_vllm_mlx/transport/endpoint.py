@@ -93,6 +93,10 @@ class Endpoint:
         """False during the pause after a failure."""
         return self._outage.over
 
+    def pause(self, reason: str) -> None:
+        """Leave the server alone for a while: it was found to be silent on another way to it."""
+        self._outage.begin(self, reason)
+
     def twin(self) -> Endpoint:
         """Another connection to the same server; an outage of one is an outage of both."""
         return Endpoint(

@@ -31,6 +31,7 @@ from pion_vllm_mlx.transport import (
     Patience,
     Reply,
     ServerError,
+    TimedOut,
     TransportError,
     Unavailable,
 )
@@ -50,6 +51,10 @@ class NotLent(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+class _Silent(Unavailable):
+    """The server behind a connection that has served before misses its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class LocalLane:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`username`, `password`: as for `lane`. `connect_timeout`: seconds, AUTH included."""
-        self._lane = lane
+        self._lane = lane if isinstance(lane, Endpoint) else Endpoint()
         self._username, self._password = username, password
         self._connect_timeout = connect_timeout
         self._clock = clock
@@ -105,12 +110,20 @@ class LocalLane:
     def borrow(self, namespace: bytes, patience: Patience) -> tuple[Reply, Loan | None]:
         """What META GET answers, and the file of that prefix if there is one.
 
-        Raises NotLent where the lane cannot be used, and for a file that is not sound.
+        Raises NotLent where the lane cannot be used, and for a file that is not sound;
+        TransportError for a server that was well and has fallen silent.
         """
         with self._guarded():
             connection, greeting = self._connected(patience)
             commands = [*greeting, _get(namespace), Command.of("KV.PREFIX.LEND", namespace)]
-            *greeted, manifest, lent = connection.exchange(commands, patience)
+            try:
+                *greeted, manifest, lent = connection.exchange(commands, patience)
+            except TimedOut as error:
+                if greeting:
+                    raise
+                # The server itself, which has answered here before: TCP must not wait as well.
+                self._lane.pause(str(error))
+                raise _Silent(str(error)) from error
             files = connection.take_files()
             try:
                 if greeted:
@@ -122,15 +135,10 @@ class LocalLane:
             return manifest, loan
 
     def tell(self, command: Command) -> None:
-        """Send a command whose answer nobody waits for. Raises NotLent if it cannot be sent."""
-        with self._guarded():
+        """Send a command whose answer nobody waits for, if it can be sent."""
+        with contextlib.suppress(NotLent, TransportError), self._guarded():
             if self._connection is not None:
                 self._connection.tell(command, _NOT_LONG)
-
-    def ask(self, command: Command) -> None:
-        """As `tell`, where nothing depends on it."""
-        with contextlib.suppress(NotLent):
-            self.tell(command)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -143,6 +151,9 @@ class LocalLane:
             try:
                 yield
             except NotLent:
+                raise
+            except _Silent:
+                self._drop()
                 raise
             except (TransportError, OSError) as error:
                 self._drop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
 import threading
 import time
@@ -188,6 +189,25 @@ def test_a_server_that_dies_is_a_cold_answer_and_a_restart_is_found_again(
             assert fresh.stats()["misses"] == 0
 
 
+def test_a_server_that_falls_silent_costs_one_deadline_on_both_lanes(
+    server: Callable[..., Server], namespace: str
+) -> None:
+    running = server()
+    with client(running, timeout=1.0) as pc:
+        lend(pc, namespace)
+        over_tcp: Any = pc._lane
+        connects = over_tcp.connects
+        os.kill(running.pid, signal.SIGSTOP)
+        try:
+            assert pc.restore(namespace, len(PREFIX)) is None
+            assert not over_tcp.available, "the other lane does not wait as well"
+            assert pc.restore(namespace, len(PREFIX)) is None
+        finally:
+            os.kill(running.pid, signal.SIGCONT)
+        assert over_tcp.connects == connects
+        assert pc.stats()["miss_reasons"]["unavailable"] == 2
+
+
 def test_a_server_without_a_socket_serves_over_tcp_and_is_asked_once(
     server: Callable[..., Server], namespace: str
 ) -> None:
@@ -363,3 +383,17 @@ def test_a_file_that_is_no_prefix_is_left_and_the_rows_are_fetched(
         assert continue_greedily(MODEL, pc.get_or_prefill(PREFIX, namespace)) == COLD
         assert pc.stats()["not_lent"]["unsound"] == 1
         assert pc.stats()["miss_reasons"] == {"absent": 1}
+
+
+def test_four_bit_rows_take_less_than_a_third_of_the_bytes_of_fp16(
+    shared: Server, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OFF, "1")
+    model = tiny_llama(head_dim=32)
+    fetched = {}
+    for vquant in ("mlx4g32", "fp16"):
+        with client(shared, model, vquant=vquant) as pc:
+            for _ in range(2):
+                pc.get_or_prefill(PREFIX, namespace + vquant)
+            fetched[vquant] = pc.stats()["bytes_fetched"]
+    assert fetched["mlx4g32"] <= 0.32 * fetched["fp16"]
