@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import resource
@@ -18,6 +17,8 @@ def rss_bytes() -> int:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if sys.platform == "darwin":
+        import ctypes
+
         # struct proc_taskinfo starts with two u64: virtual and resident size.
         info = (ctypes.c_uint64 * 12)()
         libproc = ctypes.CDLL("libproc.dylib")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pion_server.config import Config
 from pion_server.flags import ConfigError
+from pion_server.store.files import PRIVATE_FILE
 
 DEFAULT_NAME = "pion.sock"
 # Bytes of a path that every system's socket address holds, its final NUL included (macOS: 104).
@@ -78,8 +79,9 @@ def _clear_away(path: Path) -> None:
 def _listen(path: Path) -> UnixDoor:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The process's umask keeps everybody else out.
+        # The process's umask keeps everybody else out, from the first moment on.
         listener.bind(str(path))
+        path.chmod(PRIVATE_FILE)
         listener.listen(_BACKLOG)
         return UnixDoor(path, listener, path.stat().st_ino)
     except BaseException:

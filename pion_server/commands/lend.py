@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import re
 
@@ -94,7 +93,9 @@ def _request(args: Args) -> LendRequest:
         seen.add((words[0], words[1]))
     if len(seen) != len(rows) + len(blobs):
         raise BadArgument("KV.PREFIX.LEND: a layout names every layer once")
-    digest = hashlib.blake2b(args[2], digest_size=16).digest()
+    from hashlib import blake2b  # and its OpenSSL: only lending needs them
+
+    digest = blake2b(args[2], digest_size=16).digest()
     return LendRequest(arguments.name(args[0]), gen, digest, tuple(rows), tuple(blobs))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def make_final_file(
     Raises OSError; ENOSPC also where as much again would not stay free for the logs.
     """
     directory.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
-    path = directory / f".lent-{secrets.token_hex(8)}"
+    path = directory / f".lent-{os.urandom(8).hex()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     draft = StoreFile(path, os.open(path, flags, PRIVATE_FILE))
     try:

@@ -16,7 +16,10 @@ import pytest
 
 import pion_server
 
-LATER = ("numpy", "mlx", "pion_server.attend.engine", "pion_server.formats.fp16")
+LATER = (
+    *("numpy", "mlx", "pion_server.attend.engine", "pion_server.formats.fp16"),
+    *("ctypes", "hashlib", "hmac", "secrets"),
+)
 
 
 @contextmanager
