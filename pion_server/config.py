@@ -26,6 +26,11 @@ class Config:
     directory: Path = Path(".")
     unix_socket: Path | None = None
     password: str | None = field(default=None, repr=False)
+    tls_port: int | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    tls_only: bool = False
     tenants: tuple[Tenant, ...] = ()
     tenant_strict: bool = False
     ns_prefix: bytes = b""
@@ -129,6 +134,11 @@ def _check(config: Config) -> None:
         return
     if config.workers > 1:
         raise ConfigError("more than one worker is not available in this version")
+    files = (config.tls_cert, config.tls_key)
+    if config.tls_port is not None and None in files:
+        raise ConfigError("--tls-port needs --tls-cert and --tls-key")
+    if config.tls_port is None and (any(files) or config.tls_ca or config.tls_only):
+        raise ConfigError("--tls-cert, --tls-key, --tls-ca and --tls-only go with --tls-port")
     if config.tenants and config.password is None:
         raise ConfigError("--tenant needs an admin's password too: set --requirepass-file")
     memory_shares(config.max_memory, config.tenants)

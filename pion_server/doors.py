@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from pion_server.config import Config, resolve
 from pion_server.flags import ConfigError
 
 _BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
 _LAST_PORT = 65_535
 # `--port 0` picks below the ports that systems lend to outgoing connections: a server that is
 # restarted on its port then finds the next one free, too.
@@ -29,6 +30,13 @@ class Doors:
     port: int
     resp: list[socket.socket]
     binary: list[socket.socket]
+
+
+def bind_tls_doors(config: Config) -> Doors | None:
+    """The same two for TLS clients, at `--tls-port`; None without. Raises ConfigError."""
+    if config.tls_port is None:
+        return None
+    return bind_doors(replace(config, port=config.tls_port, tls_only=False))
 
 
 def bind_doors(config: Config) -> Doors:
@@ -76,7 +84,8 @@ def _bind_pair(config: Config, port: int) -> Doors:
 
 def _bind(config: Config, port: int, receive_buffer: int) -> list[socket.socket]:
     bound: list[socket.socket] = []
-    for family, address in resolve(config.bind, port):
+    bind = LOOPBACK if config.tls_only else config.bind
+    for family, address in resolve(bind, port):
         sock = socket.socket(family, socket.SOCK_STREAM)
         bound.append(sock)
         try:

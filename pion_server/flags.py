@@ -140,6 +140,11 @@ FLAGS: tuple[Flag, ...] = (
         "FILE",
         password_file,
     ),
+    Flag("--tls-port", _NET, "port for TLS clients", "tls_port", "N", number(0, 65534)),
+    Flag("--tls-cert", _NET, "certificate chain, PEM", "tls_cert", "FILE", Path),
+    Flag("--tls-key", _NET, "its private key, PEM", "tls_key", "FILE", Path),
+    Flag("--tls-ca", _NET, "only clients with a certificate of these", "tls_ca", "FILE", Path),
+    Flag("--tls-only", _NET, "without TLS from this machine only", "tls_only", value=True),
     Flag(
         "--tenant",
         _NET,
@@ -303,7 +308,6 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--wal-size", _LATER, "", metavar="SIZE", missing=True),
     Flag("--wal-max-segments", _LATER, "", metavar="N", missing=True),
     Flag("--wal-full-policy", _LATER, "", metavar="POLICY", missing=True),
-    Flag("--tls", _LATER, "", missing=True),
 )
 
 # Flags of other servers that mean nothing here; scripts that pass them go on working.

@@ -14,7 +14,7 @@ from pion_server import __version__
 from pion_server.collector import look_once
 from pion_server.commands.dispatch import Dispatcher
 from pion_server.config import Config
-from pion_server.doors import Doors, bind_doors, start_listening
+from pion_server.doors import LOOPBACK, Doors, bind_doors, start_listening
 from pion_server.errors import LogFailed
 from pion_server.flags import ConfigError
 from pion_server.housekeeping import start_housekeeping
@@ -24,6 +24,7 @@ from pion_server.state import ServerState, open_state
 from pion_server.status import CrashLog, StatusFile
 from pion_server.store.files import DirectoryInUse
 from pion_server.store.log import ForeignFile
+from pion_server.tls_door import TlsDoor
 from pion_server.unix_door import open_unix_door
 from pion_server.wire.lane import binary_lane, resp_lane
 from pion_server.wire.server import Server
@@ -66,6 +67,7 @@ def _serve(config: Config) -> int:
         print(f"pion-server: {notice}", file=sys.stderr)
     raise_file_limit(config.max_clients + _SPARE_FILES)
     doors = bind_doors(config)
+    tls = TlsDoor.of(config)
     try:
         state = open_state(config)
     except OSError as error:
@@ -81,7 +83,7 @@ def _serve(config: Config) -> int:
     crash_log.note_start(status.read())
     status.write("starting")
     try:
-        reason = _run_loop(config, state, doors, status)
+        reason = _run_loop(config, state, doors, tls, status)
     except BaseException as error:
         status.write("failed")
         crash_log.note_exit(1, type(error).__name__)
@@ -92,7 +94,9 @@ def _serve(config: Config) -> int:
     return 0
 
 
-def _run_loop(config: Config, state: ServerState, doors: Doors, status: StatusFile) -> str:
+def _run_loop(
+    config: Config, state: ServerState, doors: Doors, tls: TlsDoor | None, status: StatusFile
+) -> str:
     """Serve on uvloop where there is one; why the server stopped."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
@@ -100,11 +104,11 @@ def _run_loop(config: Config, state: ServerState, doors: Doors, status: StatusFi
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_serve_until_stopped(config, state, doors, status))
+        return runner.run(_serve_until_stopped(config, state, doors, tls, status))
 
 
 async def _serve_until_stopped(
-    config: Config, state: ServerState, doors: Doors, status: StatusFile
+    config: Config, state: ServerState, doors: Doors, tls: TlsDoor | None, status: StatusFile
 ) -> str:
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[str] = loop.create_future()
@@ -123,22 +127,26 @@ async def _serve_until_stopped(
         output_limit=config.output_limit,
     )
     start_listening(config, doors)
+    resp = resp_lane(dispatcher, config.max_request)
+    binary = binary_lane(dispatcher, config.max_request)
     for listener in doors.resp:
-        server.listen(listener, resp_lane(dispatcher, config.max_request))
+        server.listen(listener, resp)
     for listener in doors.binary:
-        server.listen(listener, binary_lane(dispatcher, config.max_request))
+        server.listen(listener, binary)
+    if tls is not None:
+        await tls.open(server, resp, binary)
     unix_door, notice = open_unix_door(config)
     if notice:
         print(f"pion-server: {notice}", file=sys.stderr)
     if unix_door is not None:
         for one in state.everybody:
             one.unix_socket = unix_door.path
-        server.listen(unix_door.socket, resp_lane(dispatcher, config.max_request))
+        server.listen(unix_door.socket, resp)
     background = [loop.create_task(status.beat())]
     for one in state.everybody:
         background += start_housekeeping(one)
     status.write("running")
-    _announce(config, state.port)
+    _announce(config, state.port, tls)
     start_preloading()
     # Everything made so far lives as long as the process: the collector need not look at it.
     gc.freeze()
@@ -147,6 +155,8 @@ async def _serve_until_stopped(
     status.write("stopping")
     if unix_door is not None:
         unix_door.remove()
+    if tls is not None:
+        tls.close()
     await server.stop()
     # A compaction of our own is waited for: its thread cannot be cancelled, and must not find
     # the stores closed.
@@ -160,9 +170,11 @@ async def _serve_until_stopped(
     return reason
 
 
-def _announce(config: Config, port: int) -> None:
+def _announce(config: Config, port: int, tls: TlsDoor | None) -> None:
+    bind = LOOPBACK if config.tls_only else config.bind
+    secure = f", TLS on {config.bind}:{tls.doors.port}" if tls is not None else ""
     print(
-        f"pion-server ready on {config.bind}:{port} "
-        f"(pid {os.getpid()}, version {__version__}, data {config.directory.resolve()})",
+        f"pion-server ready on {bind}:{port} "
+        f"(pid {os.getpid()}, version {__version__}, data {config.directory.resolve()}{secure})",
         flush=True,
     )

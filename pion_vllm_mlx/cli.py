@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # A terminated command cleans up as an interrupted one does: children, temporary folders.
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
+    logger = logging.getLogger("pion_vllm_mlx")
+    level = logger.level
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -65,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, previous)
+        logger.setLevel(level)
     return status
 
 

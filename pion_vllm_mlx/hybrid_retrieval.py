@@ -36,11 +36,13 @@ from pion_vllm_mlx.composition import compose, rows_behind
 from pion_vllm_mlx.model_survey import netstrings
 from pion_vllm_mlx.namespace import model_fingerprint
 from pion_vllm_mlx.prefill import prefill, require_suffix
-from pion_vllm_mlx.prompt_cache import DEFAULT_PORT, PREFILL_STEP
+from pion_vllm_mlx.prompt_cache import PREFILL_STEP
 from pion_vllm_mlx.shelf import ProcessShelf, ServerShelf, Shelf, Volume
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
+from pion_vllm_mlx.transport.address import find_server
 from pion_vllm_mlx.transport.endpoint import Endpoint
+from pion_vllm_mlx.transport.tls import Tls, client_context
 
 BUDGET_BYTES: Final = 4 << 30
 MAX_PACKS: Final = 8
@@ -55,11 +57,12 @@ class HybridRetrievalCache:
         self,
         model: Any,
         backend: Literal["inproc", "pion"] = "inproc",
-        host: str = "127.0.0.1",
-        port: int = DEFAULT_PORT,
+        host: str | None = None,
+        port: int | None = None,
         password: str | None = None,
         *,
-        username: str | None = None,
+        user: str | None = None,
+        tls: Tls = None,
         vquant: str = "auto",
         adapter: str = "",
         budget_bytes: int = BUDGET_BYTES,
@@ -73,7 +76,7 @@ class HybridRetrievalCache:
             model: an mlx-lm model; `UnsupportedCache` if its caches cannot be stored exactly.
             backend: "inproc" keeps chunks in this process, up to `budget_bytes`; "pion" keeps them
                 on a pion-server, for every process and host, across restarts.
-            host, port, username, password, timeout: the server, as for `PionPromptCache`.
+            host, port, user, password, tls, timeout: the server, as for `PionPromptCache`.
             vquant: storage format on the server; "auto" keeps every bit.
             adapter: names an adapter whose weights are not part of `model`.
             prefill_step_size: tokens a chunk of a prefill.
@@ -96,8 +99,14 @@ class HybridRetrievalCache:
             case "inproc":
                 self._shelf = ProcessShelf(budget_bytes)
             case "pion":
+                server = find_server(host, port, user, password, tls)
                 lane = Endpoint(
-                    host, port, username=username, password=password, connect_timeout=timeout
+                    server.host,
+                    server.port,
+                    username=server.username,
+                    password=server.password,
+                    connect_timeout=timeout,
+                    tls=client_context(server.tls),
                 )
                 self._shelf = ServerShelf(lane, tier, self._tally, prefill_step_size, timeout)
             case _:

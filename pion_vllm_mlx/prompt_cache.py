@@ -44,11 +44,12 @@ from pion_vllm_mlx.storing import Mode, Storing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Lane, Patience, TransportError
+from pion_vllm_mlx.transport.address import find_server
 from pion_vllm_mlx.transport.binary import BinaryLane
 from pion_vllm_mlx.transport.endpoint import Endpoint
 from pion_vllm_mlx.transport.local import LocalLane
+from pion_vllm_mlx.transport.tls import Tls, client_context
 
-DEFAULT_PORT: Final = 1974
 PREFILL_STEP: Final = 512
 HELD_BYTES: Final = 1 << 30
 STORE_WAIT: Final = 10.0
@@ -67,12 +68,13 @@ class PionPromptCache(AttendQueries):
         self,
         model: Any,
         vquant: str = "auto",
-        host: str = "127.0.0.1",
-        port: int = DEFAULT_PORT,
+        host: str | None = None,
+        port: int | None = None,
         password: str | None = None,
         boundary_protect: int = 0,
         *,
-        username: str | None = None,
+        user: str | None = None,
+        tls: Tls = None,
         protect_dtype: str = "float16",
         softmax_bitexact: bool = False,
         prefill_step_size: int = PREFILL_STEP,
@@ -98,7 +100,10 @@ class PionPromptCache(AttendQueries):
                 in `protect_dtype` ("float16", or "auto" for the model's own).
             softmax_bitexact: in a model that mixes recurrent and softmax attention layers, keep
                 every bit of the latter's K/V whatever `vquant` says (recurrent state always is).
-            password, username: for a server with `--requirepass`; a tenant has both.
+            host, port: the server, 127.0.0.1:1974 unless the environment's `PION_URL` names another
+                (`pion://user:password@host:port`, with TLS `pions://`).
+            password, user: for a server with `--requirepass`; a tenant has both.
+            tls: True to connect with TLS, or a file of the certificates to trust, or a context.
             prefill_step_size: tokens a chunk of a cold prefill.
             kv_bits, kv_group_size, quantized_kv_start: as for mlx-lm's `generate_step`, to which
                 the same have to be given. Quantised caches are stored as their codes.
@@ -122,7 +127,8 @@ class PionPromptCache(AttendQueries):
         if not timeout > 0:
             raise ValueError("timeout is a number of seconds above 0")
         self.model = model
-        self.host, self.port = host, port
+        server = find_server(host, port, user, password, tls)
+        self.host, self.port = server.host, server.port
         self.vquant, self.boundary_protect = vquant, boundary_protect
         self.softmax_bitexact = softmax_bitexact
         self.prefill_step_size = prefill_step_size
@@ -131,11 +137,20 @@ class PionPromptCache(AttendQueries):
         self._tier = Tier(vquant, boundary_protect, protect_dtype)
         self._vocab_size = vocab_size_of(model)
         self._model_path = model_path
+        context = client_context(server.tls)
         self._lane = lane or Endpoint(
-            host, port, username=username, password=password, connect_timeout=timeout
+            server.host,
+            server.port,
+            username=server.username,
+            password=server.password,
+            connect_timeout=timeout,
+            tls=context,
         )
         self._local = LocalLane(
-            self._lane, username=username, password=password, connect_timeout=timeout
+            self._lane,
+            username=server.username,
+            password=server.password,
+            connect_timeout=timeout,
         )
         self._tally = Tally()
         self._prefilling = ProcessLock(reentrant=True)
@@ -158,11 +173,12 @@ class PionPromptCache(AttendQueries):
             binary = None
             if binary_port != 0:
                 binary = BinaryLane(
-                    host,
-                    port + 1 if binary_port is None else binary_port,
-                    username=username,
-                    password=password,
+                    server.host,
+                    server.port + 1 if binary_port is None else binary_port,
+                    username=server.username,
+                    password=server.password,
                     connect_timeout=timeout,
+                    tls=context,
                 )
             self._stage2 = self._make_stage2(binary)
         self._named = NamedPrefixes(

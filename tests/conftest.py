@@ -156,7 +156,8 @@ class ServerProcess:
                 stderr=errors,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
-        match = READY.search(self._read_ready_line())
+        self.ready_line = self._read_ready_line()
+        match = READY.search(self.ready_line)
         assert match is not None
         self.host, self.port = match[1], int(match[2])
 

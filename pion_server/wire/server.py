@@ -67,6 +67,18 @@ class Server:
                 continue
             self._open(sock, peer, lane)
 
+    def adopt(self, sock: socket.socket, peer: Address, local: Address, lane: Lane) -> bool:
+        """Serve a client whose bytes come through another socket of ours; False: too many.
+
+        `peer`, `local`: the addresses of the connection it really has.
+        """
+        if self.stopping or len(self._channels) >= self.max_clients:
+            sock.close()
+            return False
+        sock.setblocking(False)
+        self._serve(sock, peer, local, lane, is_unix=False)
+        return True
+
     def _pause_accepting(self, listener: socket.socket, lane: Lane) -> None:
         self.loop.remove_reader(listener.fileno())
 
@@ -87,6 +99,11 @@ class Server:
         except OSError:  # gone already
             sock.close()
             return
+        self._serve(sock, peer, local, lane, is_unix)
+
+    def _serve(
+        self, sock: socket.socket, peer: Address, local: Address, lane: Lane, is_unix: bool
+    ) -> None:
         self.connections_accepted += 1
         connection = Connection(
             id=self.connections_accepted,

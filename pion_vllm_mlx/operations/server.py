@@ -31,6 +31,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", help=f"default: {DEFAULT_HOST}")
     group.add_argument("--port", type=int, help=f"default: {DEFAULT_PORT}")
     group.add_argument("--username", metavar="TENANT", help="for a server with tenants")
+    group.add_argument("--tls", action="store_true", help="connect with TLS (pions:// does too)")
+    group.add_argument(
+        "--tls-ca", metavar="FILE", help="the same, trusting these certificates only"
+    )
     group.add_argument("--password-file", metavar="FILE", help="the password is its first line")
 
 
@@ -43,14 +47,17 @@ class Server:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from pion_vllm_mlx.transport.endpoint import Endpoint
+        from pion_vllm_mlx.transport.tls import client_context
 
         # One line of ours tells what went wrong; what the library logs is for applications.
         logging.getLogger("pion_vllm_mlx").setLevel(logging.ERROR)
         password = None if options.password_file is None else read_password(options.password_file)
         try:
-            where = find_server(options.host, options.port, options.username, password)
+            tls = options.tls_ca or options.tls or None
+            where = find_server(options.host, options.port, options.username, password, tls)
+            context = client_context(where.tls)
         except ValueError as error:
-            raise Failed(f"{VARIABLE}: {error}") from error
+            raise Failed(error) from error
         self.name = f"{where.host}:{where.port}"
         self.lane = Endpoint(
             where.host,
@@ -58,6 +65,7 @@ class Server:
             username=where.username,
             password=where.password,
             connect_timeout=_CONNECT,
+            tls=context,
         )
 
     def ask(self, *words: str | bytes | int, patience: float = _ANSWER) -> Reply:

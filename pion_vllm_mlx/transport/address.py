@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from pion_vllm_mlx.transport.tls import Tls
+
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 1974
 VARIABLE: Final = "PION_URL"
-SCHEMES: Final = ("pion",)
+#: With a TLS connection or without.
+SCHEMES: Final = {"pion": False, "pions": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +25,17 @@ class Address:
     port: int = DEFAULT_PORT
     username: str | None = None
     password: str | None = field(default=None, repr=False)
+    tls: Tls = False
 
 
 def parse_url(url: str) -> Address:
-    """`pion://[user[:password]@]host[:port]`; user and password percent-encoded.
+    """`pion://[user[:password]@]host[:port]`, with TLS `pions://`; percent-encoded.
 
     Raises ValueError, which does not show the password.
     """
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
-        raise ValueError(f"a server's URL begins with {SCHEMES[0]}://")
+        raise ValueError("a server's URL begins with pion:// or pions://")
     if parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError("a server's URL ends with its port")
     try:
@@ -46,6 +50,7 @@ def parse_url(url: str) -> Address:
         port or DEFAULT_PORT,
         unquote(user) if user else None,
         unquote(word) if word is not None else None,
+        SCHEMES[parts.scheme],
     )
 
 
@@ -54,6 +59,7 @@ def find_server(
     port: int | None = None,
     username: str | None = None,
     password: str | None = None,
+    tls: Tls = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Address:
     """What was given, else what `PION_URL` says, else 127.0.0.1:1974.
@@ -69,4 +75,5 @@ def find_server(
         known.port,
         username if username is not None else known.username,
         password if password is not None else known.password,
+        known.tls if tls is None else tls,
     )

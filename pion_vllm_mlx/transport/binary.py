@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from ssl import SSLContext
 from typing import Final, NoReturn, TypeAlias
 
 import numpy as np
@@ -27,8 +28,9 @@ from pion_vllm_mlx.transport import (
     TransportError,
     Unavailable,
 )
-from pion_vllm_mlx.transport.channel import Channel, connect, seconds_left
+from pion_vllm_mlx.transport.channel import Channel, seconds_left
 from pion_vllm_mlx.transport.endpoint import PAUSE
+from pion_vllm_mlx.transport.tls import open_channel, open_socket
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -83,10 +85,12 @@ class BinaryLane:
         password: str | None = None,
         connect_timeout: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
+        tls: SSLContext | None = None,
     ) -> None:
         """`port` is the lane's own. `connect_timeout` (seconds) includes AUTH and the probe."""
         self.host, self.port = host, port
         self._secret = _secret(username, password)
+        self._tls = tls
         self._connect_timeout = connect_timeout
         self._clock = clock
         self._lock = threading.Lock()
@@ -170,7 +174,7 @@ class BinaryLane:
         """One frame on a live connection; a kept one that has gone stale is replaced, once."""
         if self._socket is not None and self._pid == os.getpid():
             try:
-                channel = Channel(self._socket, patience)
+                channel = open_channel(self._socket, patience)
                 if not channel.has_input():
                     return _exchange(channel, command, body, size)
             except TimedOut:
@@ -179,14 +183,14 @@ class BinaryLane:
                 pass  # closed since it was last used: the server may have restarted
         try:
             sock = self._connect()
-            return _exchange(Channel(sock, patience), command, body, size)
+            return _exchange(open_channel(sock, patience), command, body, size)
         except OSError as error:
             _lost(error)
 
     def _connect(self) -> socket.socket:
         self._drop()
         deadline = time.monotonic() + self._connect_timeout
-        self._socket = sock = connect(self.host, self.port, deadline)
+        self._socket = sock = open_socket(self.host, self.port, deadline, self._tls)
         self._pid = os.getpid()
         if self._secret is not None:
             self._greet(sock, AUTH, [memoryview(self._secret)], deadline)
@@ -197,7 +201,7 @@ class BinaryLane:
         self, sock: socket.socket, command: int, body: list[memoryview], deadline: float
     ) -> None:
         left = seconds_left(deadline, "for the probe")
-        status, _ = _exchange(Channel(sock, Patience(left, left, left)), command, body, 0)
+        status, _ = _exchange(open_channel(sock, Patience(left, left, left)), command, body, 0)
         if status != OK:
             what = "the probe" if command == PING else "the password"
             raise Refused(f"binary lane {self.host}:{self.port} refuses {what}")

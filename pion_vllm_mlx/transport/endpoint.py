@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from ssl import SSLContext
 from typing import Final
 
 from pion_vllm_mlx.process_lock import ProcessLock
@@ -77,9 +78,11 @@ class Endpoint:
         connect_timeout: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
         outage: Outage | None = None,
+        tls: SSLContext | None = None,
     ) -> None:
         """`connect_timeout` (seconds) covers name resolution, connecting and authenticating."""
         self.host, self.port = host, port
+        self.tls = tls
         self._username, self._password = username, password
         self._connect_timeout = connect_timeout
         self._outage = outage or Outage(clock)
@@ -106,6 +109,7 @@ class Endpoint:
             password=self._password,
             connect_timeout=self._connect_timeout,
             outage=self._outage,
+            tls=self.tls,
         )
 
     def exchange(
@@ -171,6 +175,7 @@ class Endpoint:
             deadline=time.monotonic() + self._connect_timeout,
             username=self._username,
             password=self._password,
+            tls=self.tls,
         )
         return self._connection
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from ssl import SSLContext
 from typing import Final
 
 from pion_vllm_mlx.transport import (
@@ -26,7 +27,8 @@ from pion_vllm_mlx.transport import (
     Status,
     Unavailable,
 )
-from pion_vllm_mlx.transport.channel import Channel, connect, seconds_left
+from pion_vllm_mlx.transport.channel import Channel, seconds_left
+from pion_vllm_mlx.transport.tls import open_channel, open_socket
 
 #: Arguments above this are sent from where they lie; smaller ones are joined.
 _OWN_CHUNK: Final = 16 << 10
@@ -52,6 +54,7 @@ class RespConnection:
         deadline: float,
         username: str | None = None,
         password: str | None = None,
+        tls: SSLContext | None = None,
     ) -> None:
         """Connect, and authenticate if there is a password, before `deadline` (monotonic).
 
@@ -60,6 +63,7 @@ class RespConnection:
         self._pid = os.getpid()
         #: Whether `abort` ended it, and not the server.
         self.aborted = False
+        self._tls = tls
         self._buffer = bytearray(_READ_AHEAD)
         self._start = self._end = 0
         self._socket: socket.socket | None = self._open(host, port, deadline)
@@ -72,10 +76,10 @@ class RespConnection:
                 raise Refused(f"AUTH: {reply!s}")
 
     def _open(self, host: str, port: int, deadline: float) -> socket.socket:
-        return connect(host, port, deadline)
+        return open_socket(host, port, deadline, self._tls)
 
     def _channel(self, sock: socket.socket, patience: Patience) -> Channel:
-        return Channel(sock, patience)
+        return open_channel(sock, patience)
 
     @property
     def usable(self) -> bool:

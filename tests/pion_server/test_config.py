@@ -38,7 +38,17 @@ def test_every_flag_that_works_sets_its_field(tmp_path: Path) -> None:
             *("--ssm-budget", "1g", "--export-budget", "0", "--max-request", "2mb"),
             *("--max-output", "3mb", "--fetch-zero-fill", "--status-file", "/s"),
             *("--tenant", "ann=a", "--tenant", "bob=b=c", "--tenant-quota", "bob=1mb,8"),
-            *("--tenant-strict", "--ns-prefix", "team/"),
+            *(
+                "--tls-port",
+                "0",
+                "--tls-cert",
+                "/c.pem",
+                "--tls-key",
+                "/k.pem",
+                "--tls-ca",
+                "/a.pem",
+            ),
+            *("--tls-only", "--tenant-strict", "--ns-prefix", "team/"),
             *("--crash-log", "/c", "--no-crash-log"),
         ],
         {"PION_EXPORT_DIR": "/exports"},
@@ -48,6 +58,11 @@ def test_every_flag_that_works_sets_its_field(tmp_path: Path) -> None:
         bind="0.0.0.0",
         directory=Path("/data"),
         password="s3cret",
+        tls_port=0,
+        tls_cert=Path("/c.pem"),
+        tls_key=Path("/k.pem"),
+        tls_ca=Path("/a.pem"),
+        tls_only=True,
         tenants=(Tenant("ann", "a"), Tenant("bob", "b=c", 1 << 20, 8)),
         tenant_strict=True,
         ns_prefix=b"team/",
@@ -125,7 +140,6 @@ def test_nothing_near_points_to_the_help() -> None:
     "words",
     [
         ("--wal-size", "1mb"),
-        ("--tls",),
     ],
 )
 def test_what_does_not_exist_yet_is_refused(words: tuple[str, ...]) -> None:

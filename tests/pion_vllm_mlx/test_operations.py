@@ -154,6 +154,7 @@ def test_the_environment_names_the_server(
 
 def test_urls_of_servers() -> None:
     assert parse_url("pion://host") == Address("host", 1974)
+    assert parse_url("pions://host").tls is True
     assert parse_url("pion://:pw@[::1]:20") == Address("::1", 20, None, "pw")
     assert parse_url("pion://a%2Fb:p%40w@h:1/") == Address("h", 1, "a/b", "p@w")
     for wrong in ("host:1974", "pion://", "pion://h:0", "pion://h:99999", "pion://h/x", "pion:h"):

@@ -1,0 +1,61 @@
+"""The ports for TLS clients, beside the plain ones of `doors`; ssl is imported only with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pion_server.config import Config
+from pion_server.doors import Doors, bind_tls_doors, start_listening
+from pion_server.flags import ConfigError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from pion_server.wire.lane import Lane
+    from pion_server.wire.server import Server
+
+
+@dataclass(slots=True)
+class TlsDoor:
+    """Bound sockets, and the certificate to show there."""
+
+    config: Config
+    doors: Doors
+    context: Any
+    _serving: list[asyncio.Server] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: Config) -> TlsDoor | None:
+        """What `--tls-port` asks for, or None. Raises ConfigError for files that will not do."""
+        if config.tls_port is None:
+            return None
+        import ssl
+
+        from pion_server.wire.tls import server_context
+
+        files = (config.tls_cert, config.tls_key, config.tls_ca)
+        try:
+            context = server_context(*(None if one is None else str(one) for one in files))  # type: ignore[arg-type]
+        except (OSError, ssl.SSLError) as error:
+            reason = error.strerror or getattr(error, "reason", None) or error
+            where = getattr(error, "filename", None) or "--tls-cert, --tls-key, --tls-ca"
+            raise ConfigError(f"cannot use the certificate ({where}): {reason}") from None
+        doors = bind_tls_doors(config)
+        assert doors is not None
+        return cls(config, doors, context)
+
+    async def open(self, server: Server, resp: Lane, binary: Lane) -> None:
+        """Let TLS clients in, to RESP and, one port above, to the binary lane."""
+        from pion_server.wire.tls import listen_with_tls
+
+        start_listening(self.config, self.doors)
+        for sockets, lane in ((self.doors.resp, resp), (self.doors.binary, binary)):
+            for listener in sockets:
+                listener.setblocking(False)
+                self._serving.append(await listen_with_tls(server, listener, lane, self.context))
+
+    def close(self) -> None:
+        """Let nobody in any more; connections go on."""
+        for one in self._serving:
+            one.close()
