@@ -113,13 +113,13 @@ def write_manifest(manifest: Manifest) -> bytes:
 def read_manifest(blob: bytes | bytearray | memoryview) -> Manifest:
     """Decode and check everything that can be checked without the prefix itself."""
     data = bytes(blob)
-    return _read(data) if len(data) <= _SMALL else _manifest_in(unseal(KIND, VERSION, data))
+    return _read(data) if len(data) <= _SMALL else unseal(KIND, VERSION, data, _manifest_in)
 
 
 @functools.lru_cache(maxsize=64)
 def _read(blob: bytes) -> Manifest:
     """The same bytes are the same manifest, and a prefix is often asked for again."""
-    return _manifest_in(unseal(KIND, VERSION, blob))
+    return unseal(KIND, VERSION, blob, _manifest_in)
 
 
 def _manifest_in(loaded: Any) -> Manifest:

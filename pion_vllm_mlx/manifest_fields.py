@@ -13,9 +13,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import xxhash
@@ -29,6 +29,7 @@ LAYOUT: Final = "[token][head][dim] little-endian"
 MOST_TOKENS: Final = 1 << 20
 MOST_LEAVES: Final = 1 << 12
 _WIDEST: Final = 1 << 16
+Read = TypeVar("Read")
 
 
 class ManifestError(ValueError):
@@ -82,8 +83,13 @@ def seal(kind: str, version: int, fields: Mapping[str, Any]) -> bytes:
     return blob
 
 
-def unseal(kind: str, version: int, blob: bytes | bytearray | memoryview) -> Any:
-    """The JSON of a blob of that kind and version whose checksum matches."""
+def unseal(
+    kind: str, version: int, blob: bytes | bytearray | memoryview, read: Callable[[Any], Read]
+) -> Read:
+    """What `read` makes of the JSON of a blob of that kind and version whose checksum matches.
+
+    Raises ManifestError and nothing else.
+    """
     if len(blob) > LARGEST:
         raise ManifestError("too large")
     head, newline, body = bytes(blob).partition(b"\n")
@@ -95,11 +101,11 @@ def unseal(kind: str, version: int, blob: bytes | bytearray | memoryview) -> Any
     if words[2].decode("ascii", "replace") != xxhash.xxh3_128_hexdigest(body):
         raise ManifestError("checksum does not match")
     try:
-        return json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return read(json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant))
     except ManifestError:
         raise
     except (RecursionError, ValueError) as error:
-        raise ManifestError(f"not JSON: {type(error).__name__}") from error
+        raise ManifestError(f"not a manifest: {type(error).__name__}") from error
 
 
 def ids_out(ids: Sequence[int]) -> str:

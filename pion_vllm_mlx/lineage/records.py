@@ -140,9 +140,13 @@ def write_segment(segment: Segment) -> bytes:
 
 def read_segment(blob: bytes | bytearray | memoryview) -> Segment:
     """Decode and check what can be checked without the rows; raises ManifestError."""
+    return unseal(_KIND, _VERSION, blob, _segment_in)
+
+
+def _segment_in(loaded: Any) -> Segment:
     names = ("layout", "digest", "parent", "base", "start", "tokens", "ids", "model")
     layout, digest, parent, base, start, tokens, ids, model, *rest = fields_of(
-        unseal(_KIND, _VERSION, blob),
+        loaded,
         (*names, "leaves", "sums", "trail", "prefill_ms", "prefill_step"),
     )
     leaves, sums, trail, prefill_ms, prefill_step = rest

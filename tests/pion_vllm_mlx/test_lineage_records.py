@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pion_patches.pieces import RowLayout
@@ -146,6 +146,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
+@example("\x80", "ids")
 @given(JSON, st.sampled_from(sorted(json.loads(write_segment(ONE).partition(b"\n")[2]))))
 def test_any_other_value_of_any_field_is_refused_or_read_as_another_segment(
     value: Any, name: str

@@ -203,6 +203,7 @@ def set_field(*path: Any) -> Callable[[dict[str, Any]], None]:
         set_field("leaves", 0, "keys", "xxh3", "0123"),
         set_field("leaves", 1, "blob", "bytes", -1),
         set_field("leaves", 1, "blob", "layer", "1"),
+        set_field("ids", "\x80"),
     ],
 )
 def test_a_field_of_another_type_or_out_of_range_is_refused(
