@@ -125,3 +125,29 @@ def test_a_prompt_is_split_where_any_question_begins(template: bool) -> None:
     for question in ("is it", "is", "nine", "it is (late)"):
         assert split_prompt(tokenizer, "be kind", question)[0] == prefix
     assert tokenizer.decode(suffix).startswith("is it late")
+
+
+@pytest.mark.model
+def test_the_small_models_template_is_applied_as_its_text_reads() -> None:
+    from mlx_lm import utils
+
+    from evals.texts import read_prompts
+    from pion_vllm_mlx.small_model import small_model_dir
+
+    mlx_lm_utils: Any = utils  # not typed
+    tokenizer = mlx_lm_utils.load_tokenizer(small_model_dir())
+    for prompt in read_prompts():
+        for question in prompt.questions:
+            prefix, suffix = split_prompt(tokenizer, prompt.system, question)
+            messages = [
+                {"role": "system", "content": prompt.system},
+                {"role": "user", "content": question},
+            ]
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            assert tokenizer.encode(text, add_special_tokens=False) == prefix + suffix
+            assert (prefix + suffix)[1] != tokenizer.bos_token_id
+            assert prompt.system in tokenizer.decode(prefix)
+            assert question not in tokenizer.decode(prefix)
+            assert tokenizer.decode(suffix).startswith(question[:3])
