@@ -441,7 +441,7 @@ def test_a_tenant_has_both_lanes_and_sees_nobody_else_s_sessions(
 ) -> None:
     running = server("--requirepass", "sesame", "--tenant", "ann=a", "--tenant", "bob=b")
     ann, bob = (
-        {"port": running.port, "stage2": True, "username": name, "password": name[0]}
+        {"port": running.port, "stage2": True, "user": name, "password": name[0]}
         for name in ("ann", "bob")
     )
     with PionPromptCache(model, **ann) as first:
