@@ -45,6 +45,8 @@ _RESULTS: Final = (
     "{n} passed, 1 failed: test_a_full_disk_is_told in tests/test_store.py, line {n}",
     "Error: the file has changed since line {n} was read; read it again before writing",
 )
+#: Lines of a tool's result: about 150 tokens.
+_ROWS: Final = 6
 _QUESTIONS: Final = (
     "The store forgets what it was told when the disk is full. Find out why, and mend it.",
     "Now do the same for the other backend, number {n}, and keep the tests green.",
@@ -71,7 +73,8 @@ class Turn:
 def requests_after(answer: str, messages: Sequence[Message], number: int) -> list[Message]:
     """The messages of turn `number`: the last ones, the answer, and a result or a question."""
     if number % 3:
-        text = _RESULTS[number % len(_RESULTS)].format(n=17 * number)
+        line = _RESULTS[number % len(_RESULTS)]
+        text = "\n".join(line.format(n=17 * number + row) for row in range(_ROWS))
         following = {"role": "tool", "content": text}
     else:
         text = _QUESTIONS[1 + number % 2].format(n=number)

@@ -1,9 +1,10 @@
 """An agent's session of 20 turns: cold, in session, after a restart, and a second session.
 
 ``pion-vllm-mlx serve`` and mlx_lm.server as it is play the same session: a system prompt of about
-600 tokens, tool loops, answers that go into the next prompt. Ours is killed (SIGKILL) and started
-again before some turns, and a second session with another first question follows. At the same
-turns a server that keeps nothing computes the same prompts whole: its answers must be the same.
+600 tokens, tool loops, answers that go into the next prompt; then a second session with another
+first question. Ours plays it again and is killed (SIGKILL) and started again before some turns. At
+those turns a server that keeps nothing computes the same prompts whole: all answers must be the
+same.
 
 A hybrid model of random weights (the layer pattern of Qwen3.5-4B) plays it, too. What it says and
 how long it takes means nothing and is not given; how many tokens it computes does.
@@ -43,10 +44,11 @@ _VOCAB: Final = 49152
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """Turns by server and occasion; keys of the last three are turn numbers, from 0."""
+    """Turns by server and occasion; keys are turn numbers, from 0."""
 
     stock: list[Turn]
     ours: list[Turn]
+    #: The same session with kills before some turns: those turns.
     restarted: dict[int, Turn]
     cold: dict[int, Turn]
     second: Turn
@@ -77,25 +79,21 @@ def play_all(model: str, turns: int, folder: Path) -> Session:
     with stock_server(model, folder / "stock.log") as port:
         stock = _shown("mlx_lm.server", list(play(port, turns)))
         second_stock = ask(port, first_messages(_OTHER))
-    kept = ("--pion-dir", str(folder / "data"))
-    ours: list[Turn] = []
-    restarted: dict[int, Turn] = {}
     log = folder / "ours.log"
+    with our_server(model, log, "--pion-dir", str(folder / "calm")) as port:
+        ours = _shown("ours", list(play(port, turns)))
+        second = ask(port, first_messages(_OTHER))
+    kept = ("--pion-dir", str(folder / "killed"))
+    played: list[Turn] = []
     for stop in [*stops, turns]:
         with our_server(model, log, *kept) as port:
-            if stop != stops[0]:
-                # The first turn after the kill is the next of the session.
-                ours.append(next(play(port, len(ours) + 1, ours)))
-                restarted[len(ours) - 1] = ours[-1]
-            ours += play(port, stop, ours)
+            played += play(port, stop, played)
             wait_until_written(port)
-            if stop == stops[0]:
-                second = ask(port, first_messages(_OTHER))
-    _shown("ours", ours)
+    restarted = {stop: _shown("after a SIGKILL", [played[stop]])[0] for stop in stops}
     with our_server(model, log, *kept) as port:
         second_restarted = ask(port, first_messages(_OTHER + " Be quick."))
     with our_server(model, log, "--no-pion", "--prompt-cache-size", "0") as port:
-        cold = {turn: ask(port, ours[turn].messages) for turn in [0, *restarted]}
+        cold = {turn: ask(port, played[turn].messages) for turn in [0, *restarted]}
     return Session(stock, ours, restarted, cold, second, second_restarted, second_stock)
 
 
@@ -124,8 +122,13 @@ def beyond(session: Session) -> int:
 
 
 def same_answers(session: Session) -> bool:
-    """Whether every answer that was also computed cold is the same."""
-    return all(session.ours[turn].answer == cold.answer for turn, cold in session.cold.items())
+    """Whether every answer that was also computed cold is the same, and every prompt."""
+    found = {0: session.ours[0], **session.restarted}
+    return all(
+        session.ours[turn].messages == cold.messages
+        and session.ours[turn].answer == found[turn].answer == cold.answer
+        for turn, cold in session.cold.items()
+    )
 
 
 def _shown(name: str, turns: Sequence[Turn]) -> list[Turn]:
@@ -135,9 +138,9 @@ def _shown(name: str, turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _findings(plain: Session, hybrid: Session, turns: int) -> Findings:
-    in_session = [t for n, t in enumerate(plain.ours) if n and n not in plain.restarted]
-    restart = list(plain.restarted.values())
-    ratio = median(t.first_seconds for t in restart) / median(t.first_seconds for t in in_session)
+    ratio = median(
+        turn.first_seconds / plain.ours[n].first_seconds for n, turn in plain.restarted.items()
+    )
     return Findings(
         figures={
             "turns": turns,
@@ -192,11 +195,13 @@ def _tokens_table(session: Session, model: str) -> Table:
     def row(what: str, turns: Sequence[Turn]) -> tuple[str, int, int, int]:
         return what, len(turns), sum(t.prompt for t in turns), sum(t.computed for t in turns)
 
-    calm = [t for n, t in enumerate(session.ours) if n not in session.restarted]
     rows = [
         row("cold", list(session.cold.values())),
         row("mlx_lm.server, in session", session.stock),
-        row("ours, in session", calm),
+        row("ours, in session", session.ours),
+        row(
+            "ours, in session, the turns that follow", [session.ours[n] for n in session.restarted]
+        ),
         row("ours, first turn after a SIGKILL", list(session.restarted.values())),
         row("mlx_lm.server, second session", [session.second_stock]),
         row("ours, second session", [session.second]),
@@ -210,13 +215,15 @@ def _times(session: Session) -> Table:
     def row(what: str, turns: Sequence[Turn]) -> tuple[str, int, str]:
         return what, len(turns), f"{median(t.first_seconds for t in turns) * 1e3:,.0f} ms"
 
-    calm = [t for n, t in enumerate(session.ours) if n and n not in session.restarted]
     rows = [
         row(
             "cold, the same turns as after a SIGKILL", [session.cold[n] for n in session.restarted]
         ),
         row("mlx_lm.server, in session", session.stock[1:]),
-        row("ours, in session", calm),
+        row("ours, in session", session.ours[1:]),
+        row(
+            "ours, in session, the turns that follow", [session.ours[n] for n in session.restarted]
+        ),
         row("ours, first turn after a SIGKILL", list(session.restarted.values())),
         row("ours, second session", [session.second]),
         row("ours, second session after a SIGKILL", [session.second_restarted]),

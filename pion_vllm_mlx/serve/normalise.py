@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, Final
@@ -20,11 +21,17 @@ def normalise_messages(messages: Any, *, billing: bool = True) -> Any:
 
     `developer` is `system`; a call without arguments has none instead of an empty text; reasoning
     that mlx_lm.server sent out as `reasoning` goes back in under the name templates know it by;
-    with `billing` the accounting lines of system messages are dropped.
+    several system messages at the beginning are one, as some templates know no more; with
+    `billing` the accounting lines of system messages are dropped.
     """
     if not isinstance(messages, list):
         return messages
-    return [_normalise(m, billing) if isinstance(m, dict) else m for m in messages]
+    found = [_normalise(m, billing) if isinstance(m, dict) else m for m in messages]
+    head = list(itertools.takewhile(_is_system_text, found))
+    if len(head) < 2:
+        return found
+    texts = [message["content"] for message in head if message["content"]]
+    return [head[0] | {"content": "\n\n".join(texts)}, *found[len(head) :]]
 
 
 def has_images(messages: Sequence[Any]) -> bool:
@@ -45,6 +52,12 @@ def _normalise(message: dict[str, Any], billing: bool) -> dict[str, Any]:
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_with_arguments(call) for call in calls]
     return message
+
+
+def _is_system_text(message: Any) -> bool:
+    if not isinstance(message, dict) or message.get("role") != "system":
+        return False
+    return isinstance(message.get("content"), str)
 
 
 def _without_header(content: Any) -> Any:

@@ -27,7 +27,8 @@ class Reply:
     def send(self, status: int, body: bytes, kind: str) -> None:
         """A whole answer of any type."""
         self._start(status, {"Content-Type": kind, "Content-Length": str(len(body))})
-        self._handler.wfile.write(body)
+        if self._handler.command != "HEAD":
+            self._handler.wfile.write(body)
 
     def begin_stream(self) -> None:
         """The headers of an event stream."""

@@ -148,6 +148,7 @@ def test_streams_at_the_same_time_get_the_answers_they_get_alone(
     warm: Questions, cold: Questions, streams: int
 ) -> None:
     """G01: prompts of other lengths, beginnings shared and not, twice."""
+    warm.memory.max_size = 2 * streams
     prompts = [[*WORDS[: 40 + 17 * number], number] for number in range(streams)]
     prompts[1::2] = [[*reversed(prompt)] for prompt in prompts[1::2]]
     expected = [cold.ids(prompt).tokens for prompt in prompts]

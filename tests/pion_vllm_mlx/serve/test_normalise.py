@@ -48,12 +48,23 @@ def test_other_names_for_the_same_things_are_understood() -> None:
         "no message",
     ]
     developer, assistant, other = normalise_messages(messages)
-    assert developer["role"] == "system"
+    assert developer == {"role": "system", "content": "d"}
     assert assistant["reasoning_content"] == "r"
     assert assistant["tool_calls"][0]["function"]["arguments"] == "{}"
     assert other == "no message"
     for odd in (None, "text", 5):
         assert normalise_messages(odd) == odd
+
+
+def test_system_messages_at_the_beginning_are_one() -> None:
+    system, developer = {"role": "system", "content": "s"}, {"role": "developer", "content": "d"}
+    question = {"role": "user", "content": "?"}
+    assert normalise_messages([system, developer, question, developer]) == [
+        {"role": "system", "content": "s\n\nd"},
+        question,
+        {"role": "system", "content": "d"},
+    ]
+    assert normalise_messages([system, question]) == [system, question]
 
 
 def _prompts(nonces: list[int], length: int = 400) -> list[list[int]]:
