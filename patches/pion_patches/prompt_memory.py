@@ -130,6 +130,15 @@ class PromptMemory:
             self.counts[f"{source}_tokens"] += count
         return (cache, list(tokens[count:])) if count else (None, list(tokens))
 
+    def match(self, model: Any, tokens: Sequence[int]) -> int:
+        """How many leading tokens could be resumed after, without the second tier."""
+        try:
+            with self._lock:
+                return self._best(model, _ids(tokens)[:-1])[1]
+        except Exception as error:
+            self._wonder("a prompt could not be looked up", error)
+            return 0
+
     def insert_cache(
         self,
         model: Any,

@@ -25,6 +25,12 @@ class Channel(SimpleQueue[Any]):
         self.context: Any = None
         self.cancelled = False
         self.sequential = False
+        self._answers = False
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the prompt is still being computed, for somebody."""
+        return not (self._answers or self.cancelled)
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         if isinstance(item, GenerationContext):
@@ -34,6 +40,8 @@ class Channel(SimpleQueue[Any]):
                 self.context.stop()
         elif self.cancelled and self.sequential and isinstance(item, tuple):
             raise ClientGone
+        elif not isinstance(item, tuple):
+            self._answers = True
         super().put(item)
 
     def cancel(self) -> None:

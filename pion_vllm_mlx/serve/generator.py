@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from pion_patches.mlx_lm_server import StoppingResponseGenerator
 from pion_patches.prompt_memory import PromptMemory
+from pion_vllm_mlx.serve.admission import Admission
 from pion_vllm_mlx.serve.channel import Channel, ClientGone
 from pion_vllm_mlx.serve.head_watch import HeadWatch
 from pion_vllm_mlx.serve.pace import Pace
@@ -18,6 +19,8 @@ from pion_vllm_mlx.serve.provider import Provider
 
 log = logging.getLogger("pion_vllm_mlx")
 
+#: Where a request keeps its tokens.
+_TOKENIZED: Final = "pion_tokenized"
 #: Seconds between two looks at a client while nothing comes.
 _LOOK: Final = 0.02
 
@@ -37,6 +40,9 @@ class Generator(StoppingResponseGenerator):
         """`patience`: seconds without a sign of life after which it counts as hung."""
         self._pace = Pace()
         self._heads = HeadWatch()
+        self._admission = Admission(
+            lambda tokens: memory.match(provider.model_key, tokens),
+        )
         self.patience = patience
         initialise: Any = super().__init__
         initialise(provider, memory)
@@ -143,10 +149,26 @@ class Generator(StoppingResponseGenerator):
 
     def _next_request(self, timeout: float | None = None) -> Any:
         self._pace.beat = time.monotonic()
-        take: Any = super()._next_request
-        request = take(timeout)
-        # Nobody waits for it any more: not one step is spent on it.
-        return None if request is not None and request[0].cancelled else request
+        request = self._admission.take()
+        if request is None:
+            take: Any = super()._next_request
+            request = take(timeout)
+            # Nobody waits for it any more: not one step is spent on it.
+            if request is not None and (request[0].cancelled or not self._may_go_on(request)):
+                request = None
+        self._pace.attentive = self._admission.waiting
+        return request
+
+    def _may_go_on(self, request: Any) -> bool:
+        _, asked, args = request
+        batchable: Any = self._is_batchable
+        if not batchable(args):
+            return True  # served alone
+        try:
+            prompt = self._tokenize(self.model_provider.tokenizer, asked, args)[0]
+        except Exception:
+            return True  # told to whoever asked, by mlx_lm.server, where it happens again
+        return self._admission.offer(request, prompt)
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         request[0].sequential = True
@@ -154,11 +176,15 @@ class Generator(StoppingResponseGenerator):
         serve(request, stream)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        # Once a request: the answer is kept with it between admission and computing.
+        if (known := vars(request).pop(_TOKENIZED, None)) is not None:
+            return known
         encoder = tokenizer
         if request.request_type == "text":
             encoder = _encoder_of(tokenizer, request.prompt)
         found = super()._tokenize(encoder, request, args)
         self._heads.note(found[0], tokenizer.decode)
+        vars(request)[_TOKENIZED] = found
         return found
 
 

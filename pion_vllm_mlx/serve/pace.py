@@ -22,6 +22,8 @@ class Pace(TimeBudget):
         initialise()
         self.beat = time.monotonic()
         self.steps = 0
+        #: Whether a look after every step is wanted.
+        self.attentive = False
         self._hurried = 0
         self._stepped = False
 
@@ -36,8 +38,8 @@ class Pace(TimeBudget):
 
     def __next__(self) -> Any:
         self.beat = time.monotonic()
-        if self._stepped and self._hurried > 0:
-            self._hurried -= 1
+        if self._stepped and (self._hurried > 0 or self.attentive):
+            self._hurried = max(0, self._hurried - 1)
             raise StopIteration
         advance: Any = super().__next__
         advance()

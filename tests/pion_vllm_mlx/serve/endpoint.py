@@ -75,7 +75,7 @@ def endpoint(
     """Serve until the block ends."""
     with mlx_lm_server_patch(), Door("127.0.0.1", 0, guard or Guard()) as door:
         provider = provider_class(server_flags("--model", "tiny", *flags))
-        memory = memory or PromptMemory()
+        memory = PromptMemory() if memory is None else memory
         generator = Generator(provider, memory)
         service = Service(generator, memory, "tiny", normalise)
         door.service = service
