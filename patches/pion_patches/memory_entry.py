@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from .live_caches import arrays_of, counts_of, has_rows, leaves_of, regroup, shorten
+from .token_ids import common_length
 
 
 class Incoherent(Exception):
@@ -75,9 +76,7 @@ class Entry:
 
     def common(self, tokens: np.ndarray) -> int:
         """How many leading tokens are the same."""
-        length = min(len(self.tokens), len(tokens))
-        different = np.flatnonzero(self.tokens[:length] != tokens[:length])
-        return int(different[0]) if len(different) else length
+        return common_length(self.tokens, tokens)
 
     def longest(self, matched: int) -> int:
         """After how many of `matched` equal leading tokens this entry can be resumed."""

@@ -27,6 +27,7 @@ import numpy as np
 from .live_caches import arrays_of
 from .memory_entry import Entry, Incoherent, States
 from .second_tier import FIND, Fence, SecondTier, restore_seconds
+from .token_ids import as_ids
 
 log = logging.getLogger("pion_patches")
 
@@ -120,7 +121,7 @@ class PromptMemory:
         The last token is never in the cache: its logits are what the caller wants.
         """
         try:
-            asked = _ids(tokens)[:-1]
+            asked = as_ids(tokens)[:-1]
             cache, count, source = self._fetch(model, asked)
         except Exception as error:
             self._wonder("a prompt could not be looked up", error)
@@ -134,7 +135,7 @@ class PromptMemory:
         """How many leading tokens could be resumed after, without the second tier."""
         try:
             with self._lock:
-                return self._best(model, _ids(tokens)[:-1])[1]
+                return self._best(model, as_ids(tokens)[:-1])[1]
         except Exception as error:
             self._wonder("a prompt could not be looked up", error)
             return 0
@@ -153,7 +154,7 @@ class PromptMemory:
         reference to an array is what makes MLX copy it instead of writing in place.
         """
         try:
-            self._insert(model, _ids(tokens), list(prompt_cache), cache_type)
+            self._insert(model, as_ids(tokens), list(prompt_cache), cache_type)
         except Incoherent as reason:
             self.counts["incoherent"] += 1
             log.debug("a prompt cache is not kept: %s", reason)
@@ -169,7 +170,7 @@ class PromptMemory:
         a tier keeps states at such multiples only: the last one passed is the one it gets.
         """
         try:
-            ids = _ids(tokens)
+            ids = as_ids(tokens)
             state = States.of(cache)
             mx.eval(list(arrays_of(state.leaves)))
             name, before = _name(model, ids), _name(model, ids[:-GRAIN])
@@ -333,16 +334,6 @@ class PromptMemory:
         self.counts["errors"] += 1
         if self.counts["errors"] == 1:
             log.warning("%s, going on without: %r", what, error)
-
-
-def _ids(tokens: Sequence[int]) -> np.ndarray:
-    """Token ids as int64 [N]; raises ValueError for anything but integers."""
-    ids = np.asarray(tokens)
-    if ids.size == 0:
-        return np.zeros(0, np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"token ids are integers, not {ids.dtype} {ids.shape}")
-    return ids.astype(np.int64)
 
 
 def _name(key: Any, tokens: np.ndarray) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from pion_patches.token_ids import as_ids, common_length
 from pion_vllm_mlx.serve.channel import Channel
 
 #: A common beginning that is shorter is computed again.
@@ -26,12 +27,6 @@ Request = tuple[Channel, Any, Any]
 class _Prompt:
     channel: Channel
     tokens: np.ndarray
-
-    def common(self, other: np.ndarray) -> int:
-        """How many leading tokens are the same."""
-        length = min(len(self.tokens), len(other))
-        different = np.flatnonzero(self.tokens[:length] != other[:length])
-        return int(different[0]) if len(different) else length
 
 
 class Admission:
@@ -50,7 +45,7 @@ class Admission:
 
     def offer(self, request: Request, tokens: Sequence[int]) -> bool:
         """Whether a request may go on; if not, `take` gives it out later."""
-        prompt = np.asarray(tokens, dtype=np.int64)
+        prompt = as_ids(tokens)
         if self._repeats(prompt):
             self._waiting.append((request, prompt))
             return False
@@ -70,5 +65,5 @@ class Admission:
     def _repeats(self, prompt: np.ndarray) -> bool:
         """Whether a prompt under way is about to leave a longer beginning than is known."""
         self._running = [other for other in self._running if other.channel.prefilling]
-        common = max((other.common(prompt) for other in self._running), default=0)
+        common = max((common_length(other.tokens, prompt) for other in self._running), default=0)
         return common >= _WORTH and common - self._known(prompt.tolist()) >= _WORTH

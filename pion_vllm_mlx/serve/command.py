@@ -107,10 +107,10 @@ def _serve(options: argparse.Namespace, door: Door, console: Console, ends: Exit
     provider = Provider(options, lambda loaded: memory.attach(loaded.model_key, loaded))
     generator = Generator(provider, memory)
     listener = threading.Thread(target=door.serve_forever, name="pion-serve-http", daemon=True)
+    # Already now, so that /health can say that the model is loading.
+    listener.start()
     try:
         door.service = Service(generator, memory, options.model, options.normalise, tier)
-        # Already now, so that /health can say that the model is loading.
-        listener.start()
         _await_model(console, provider, options.model)
         url = f"http://{options.host}:{door.port}"
         # One line, however narrow the terminal: programs read it too.

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import numpy as np
+from pion_patches.token_ids import as_ids, common_length
 
 log = logging.getLogger("pion_vllm_mlx")
 
@@ -33,8 +33,8 @@ class HeadWatch:
         last, self._last = self._last, list(prompt)
         if self.told or min(len(last), len(prompt)) < _LONG:
             return
-        place = _parting(last, prompt)
-        if place < 0 or place > min(len(last), len(prompt)) // 2 or not _meet(last, prompt, place):
+        place = common_length(as_ids(last), as_ids(prompt))
+        if place > min(len(last), len(prompt)) // 2 or not _meet(last, prompt, place):
             self._places.clear()
             return
         self._places.append(place)
@@ -51,13 +51,6 @@ class HeadWatch:
             decode(list(prompt[here])),
             decode(last[here]),
         )
-
-
-def _parting(one: Sequence[int], other: Sequence[int]) -> int:
-    """Where two prompts begin to differ; -1 where one is the beginning of the other."""
-    length = min(len(one), len(other))
-    different = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
-    return int(different[0]) if len(different) else -1
 
 
 def _meet(one: Sequence[int], other: Sequence[int], place: int) -> bool:
