@@ -61,7 +61,11 @@ class EvenBatchGenerator(BatchGenerator):
         finally:
             self.prefill_step_size = step
         if self._serving is not None:
-            self._pass_states(self._serving)
+            try:
+                self._pass_states(self._serving)
+            except Exception as error:
+                log.warning("states of answers are not kept: %r", error)
+                self._serving = None
         return found
 
     def _pass_states(self, serving: StoppingResponseGenerator) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from mlx_lm.server import APIHandler
 
 from pion_vllm_mlx.serve.channel import ClientGone
-from pion_vllm_mlx.serve.generator import Generator, Unavailable
+from pion_vllm_mlx.serve.generator import Generator, Interrupted, Unavailable
 from pion_vllm_mlx.serve.stops import StopWatch
 
 log = logging.getLogger("pion_vllm_mlx")
@@ -135,7 +135,9 @@ class Exchange:
             return
 
     def _status(self, error: Exception) -> tuple[int, str]:
-        status = 503 if isinstance(error, Unavailable) else 400
+        status = 400
+        if isinstance(error, Unavailable | Interrupted):
+            status = 503 if isinstance(error, Unavailable) else 500
         return status, str(error) or type(error).__name__
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from queue import Empty
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from pion_vllm_mlx.serve.provider import Provider
 
 log = logging.getLogger("pion_vllm_mlx")
 
+#: Failures within so many seconds after which it is no use to go on.
+_MOST_FAILURES, _FAILING = 3, 60.0
 #: Where a request keeps its tokens.
 _TOKENIZED: Final = "pion_tokenized"
 #: Seconds between two looks at a client while nothing comes.
@@ -31,6 +34,10 @@ class Unavailable(RuntimeError):
     """Nothing can be generated: the model is not loaded, or the generation thread has ended."""
 
 
+class Interrupted(RuntimeError):
+    """Computing has failed, for this request and all that ran with it; later ones are served."""
+
+
 class Generator(StoppingResponseGenerator):
     """`answer` in the place of mlx_lm.server's `generate`, for threads that watch a socket."""
 
@@ -40,6 +47,7 @@ class Generator(StoppingResponseGenerator):
         """`patience`: seconds without a sign of life after which it counts as hung."""
         self._pace = Pace()
         self._heads = HeadWatch()
+        self._live: set[Channel] = set()
         self._admission = Admission(
             lambda tokens: memory.match(provider.model_key, tokens),
         )
@@ -83,6 +91,7 @@ class Generator(StoppingResponseGenerator):
         """
         self._check_available()
         channel = Channel()
+        self._live.add(channel)
         self.requests.put((channel, request, args))
         try:
             context = self._take(channel, is_gone)
@@ -111,6 +120,7 @@ class Generator(StoppingResponseGenerator):
         except BaseException:
             self._give_up(channel)
             raise
+        self._live.discard(channel)
 
     def _take(self, channel: Channel, is_gone: Callable[[], bool]) -> Any:
         """The next item; an exception among them is raised."""
@@ -127,6 +137,7 @@ class Generator(StoppingResponseGenerator):
             return item
 
     def _give_up(self, channel: Channel) -> None:
+        self._live.discard(channel)
         channel.cancel()
         self._pace.hurry()
 
@@ -139,13 +150,29 @@ class Generator(StoppingResponseGenerator):
         return bool(available())
 
     def _run_generate(self) -> None:
-        try:
-            generate: Any = self._generate
-            generate()
-        except Exception as error:
-            self._generation_failed = True
-            if self.model_provider.failure is None:
-                log.critical("the generation thread has ended: %r", error, exc_info=True)
+        failures: deque[float] = deque(maxlen=_MOST_FAILURES)
+        generate: Any = self._generate
+        while True:
+            try:
+                generate()
+                return
+            except Exception as error:
+                if self.model_provider.failure is not None:
+                    break  # the model could not be loaded, which its provider tells
+                log.error("computing has failed: %r", error, exc_info=True)
+                self._interrupt(error)
+                failures.append(time.monotonic())
+                if len(failures) == _MOST_FAILURES and failures[-1] - failures[0] < _FAILING:
+                    log.critical("computing fails again and again: nothing more is served")
+                    break
+        self._generation_failed = True
+
+    def _interrupt(self, error: Exception) -> None:
+        """Tell everybody who waits. mlx_lm.server's loop, and the batch in it, starts anew."""
+        for channel in list(self._live):
+            # Not begun yet, some of them: those are not to be begun for nobody.
+            channel.cancel()
+            channel.put(Interrupted(f"computing has failed: {error!r}"))
 
     def _next_request(self, timeout: float | None = None) -> Any:
         self._pace.beat = time.monotonic()

@@ -99,6 +99,35 @@ def test_a_prompt_nobody_waits_for_is_not_computed(
     assert answer(slow) == "Ready."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_fails_ends_its_requests_and_not_the_server(
+    slow: Endpoint, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G08: mlx_lm.server serves nothing more after that."""
+    slow.parrot.say(*[500] * 50)
+    compute = type(slow.parrot).__call__
+    steps = [0]
+
+    def fail(model: Any, inputs: Any, cache: Any = None) -> Any:
+        steps[0] += 1
+        if steps[0] == 12:
+            raise RuntimeError("a fault that was put there")
+        return compute(model, inputs, cache)
+
+    body = {"messages": [{"role": "user", "content": f"Fail, {stream}."}], "stream": stream}
+    with monkeypatch.context() as failing:
+        failing.setattr(type(slow.parrot), "__call__", fail)
+        status, _, found = slow.ask("/v1/chat/completions", body)
+    if stream:
+        assert status == 200
+        assert "a fault that was put there" in found.splitlines()[-2]
+    else:
+        assert status == 500
+        assert "a fault that was put there" in found["error"]["message"]
+    assert answer(slow) == "Ready."
+    assert slow.service.generator.is_healthy
+
+
 def test_one_who_hangs_up_does_not_disturb_the_others(slow: Endpoint) -> None:
     import threading
 
