@@ -125,6 +125,9 @@ class Lineage:
             return search(self._lane, asked, fingerprint, self._quick(), stateful=self.stateful)
         except TransportError:
             return Match(asked, unavailable=True)
+        except Exception as error:
+            self._tally.wonder("what is stored of a prompt could not be found", error)
+            return Match(asked, unavailable=True)
 
     def pays(self, match: Match) -> bool:
         """Whether restoring is worth it: enough tokens, and sooner than computing them."""
