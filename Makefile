@@ -39,8 +39,11 @@ setup: $(STAMP)
 demo: $(STAMP)
 	@$(VENV)/bin/pion-vllm-mlx demo $(ARGS)
 
+# Files are dealt out to that many processes; 0 is one process, for a debugger.
+TEST_PROCESSES ?= 2
+
 test: $(STAMP)
-	$(RUN) -m pytest -m 'not nightly' $(ARGS)
+	$(RUN) -m pytest -m 'not nightly' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 nightly: $(STAMP)
 	$(RUN) -m pytest -m nightly $(ARGS)
