@@ -127,16 +127,7 @@ class ForgedServer(ServerProcess):
         super().__init__(directory, flags, None)
 
     def start(self) -> None:
-        """Start (again on the same port, if nobody took it meanwhile); wait until it is ready."""
-        try:
-            self._start()
-        except AssertionError as error:
-            if "is in use by another program" not in str(error):
-                raise
-            self.port = 0
-            self._start()
-
-    def _start(self) -> None:
+        """Start (again on the same port), and wait for the ready line."""
         flags = ["--port", str(self.port), "--dir", str(self.directory), *self.flags]
         self._process = cast(
             Any, self._forge.start(flags, self.errors, self.faults, **self.request)
@@ -203,6 +194,7 @@ def _main(fd: int) -> None:
             for passed in fds:
                 os.close(passed)
             running.add(pid)
+            ended.pop(pid, None)  # an earlier one's, whose number it has now
             answer: dict[str, int | None] = {"pid": pid}
         else:
             answer = {"status": _wait(request["wait"], request["timeout"], running, ended)}
