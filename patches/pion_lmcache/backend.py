@@ -1,7 +1,8 @@
 """LMCacheRemoteBackend: chunks by key in the keyspace, several at a time, never an exception.
 
 A chunk is a hash of two fields, its description and its bytes: both are there or neither, and the
-bytes go from the caller's memory to the log's file and back without a copy in between.
+bytes go from the caller's memory to the log's file and back without a copy in between. Its name has
+a prefix, so that strings which other connectors keep under the same key are not in its way.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ log = logging.getLogger("pion_lmcache")
 #: `room(description, nbytes)`: the memory a chunk is read into, or None to leave it.
 Room: TypeAlias = Callable[[bytes, int], memoryview | None]
 
+PREFIX: Final = "lmcache:"
 _DESCRIPTION: Final = "d"
 _BYTES: Final = "b"
 # Commands of one pipeline: a batch of thousands is cut, so that replies never pile up.
@@ -74,7 +76,7 @@ class LMCacheRemoteBackend:
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
         """The same for each key."""
-        replies = self._exchange([Command.of("EXISTS", key) for key in keys])
+        replies = self._exchange([Command.of("EXISTS", PREFIX + key) for key in keys])
         return [reply == 1 for reply in replies]
 
     def put(self, key: str, data: Buffer, description: bytes = b"") -> bool:
@@ -84,7 +86,7 @@ class LMCacheRemoteBackend:
     def put_many(self, chunks: Sequence[tuple[str, Buffer, bytes]]) -> list[bool]:
         """The same for each (key, data, description)."""
         commands = [
-            Command.of("HSET", key, _DESCRIPTION, description, _BYTES, data)
+            Command.of("HSET", PREFIX + key, _DESCRIPTION, description, _BYTES, data)
             for key, data, description in chunks
         ]
         return [isinstance(reply, int) for reply in self._exchange(commands)]
@@ -104,7 +106,7 @@ class LMCacheRemoteBackend:
         readings = [_Reading(room) for room in rooms]
         replies = self._exchange(
             [
-                Command.of("HMGET", key, _DESCRIPTION, _BYTES, place=reading.place)
+                Command.of("HMGET", PREFIX + key, _DESCRIPTION, _BYTES, place=reading.place)
                 for key, reading in zip(keys, readings, strict=True)
             ]
         )
@@ -112,20 +114,24 @@ class LMCacheRemoteBackend:
 
     def remove_many(self, keys: Sequence[str]) -> list[bool]:
         """Forget chunks; which of them were there."""
-        return [reply == 1 for reply in self._exchange([Command.of("DEL", key) for key in keys])]
+        return [
+            reply == 1
+            for reply in self._exchange([Command.of("DEL", PREFIX + key) for key in keys])
+        ]
 
     def keys(self, pattern: str = "*") -> list[str]:
         """The keys of all chunks that match a glob pattern."""
         found: list[str] = []
         cursor: Any = b"0"
         while True:
-            words = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "hash")
+            words = ("SCAN", cursor, "MATCH", PREFIX + pattern, "COUNT", 1000, "TYPE", "hash")
             (reply,) = self._exchange([Command(words)])
             if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
                 return found
-            found += [bytes(key).decode("utf-8", "replace") for key in reply[1]]  # type: ignore[arg-type]
-            cursor = bytes(reply[0])  # type: ignore[arg-type]
-            if cursor == b"0":
+            names = [_text(name) for name in reply[1]]
+            found += [name.removeprefix(PREFIX) for name in names]
+            cursor = _text(reply[0]).encode()
+            if cursor in (b"0", b""):
                 return found
 
     def ping(self) -> bool:
@@ -160,6 +166,10 @@ class LMCacheRemoteBackend:
                 log.warning("the server refused a chunk: %s", reply)
                 break
         return replies + [None] * (len(commands) - len(replies))
+
+
+def _text(reply: Reply) -> str:
+    return bytes(reply).decode("utf-8", "replace") if isinstance(reply, (bytes, bytearray)) else ""
 
 
 class _Reading:

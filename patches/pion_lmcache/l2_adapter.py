@@ -3,8 +3,7 @@
     {"type": "plugin", "module_path": "pion_lmcache.l2_adapter", "class_name": "PionL2Adapter",
      "adapter_params": {"url": "pion://127.0.0.1:1974"}}
 
-`adapter_params` may also name `connections` (8). Keys are those of LMCache's own RESP adapter; a
-cache salt is their last part.
+`adapter_params` may also name `connections` (8). A cache salt is the last part of a key's name.
 """
 
 from __future__ import annotations
