@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 import trustme
 
+from pion_lmcache import LMCacheRemoteBackend, PionStore
 from pion_server.config import parse
 from pion_server.flags import ConfigError
 from pion_vllm_mlx import PionPromptCache, cli
@@ -139,6 +141,26 @@ def test_a_prefix_comes_back_bit_for_bit(secure: Server, papers: Papers) -> None
                 assert continue_greedily(model, cache) == cold_answer(model, PREFIX)
                 assert pc.stats()["hits"] == hits
         assert cli.main(["ls", "--json"]) == 0
+
+
+def test_rows_and_chunks_of_other_engines_pass_whole(secure: Server, papers: Papers) -> None:
+    where: dict[str, Any] = {
+        "port": tls_port(secure),
+        "tls": papers.ca,
+        "user": "ann",
+        "password": "apple",
+    }
+    rows = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    with PionStore(vquant="fp32", **where) as store:
+        store.register("rows", kv_dim=64)
+        store.store_layer("rows", "K", 0, 0, rows)
+        assert np.array_equal(store.fetch_layer("rows", "K", 0, 0, 64), rows)  # type: ignore[arg-type]
+    backend, blob = LMCacheRemoteBackend(**where), os.urandom(3_000_001)
+    assert backend.put("chunk", blob)
+    assert backend.get("chunk") == blob
+    backend.close()
+    untrusting = LMCacheRemoteBackend(**{**where, "tls": True})
+    assert untrusting.get("chunk") is None
 
 
 def test_what_passes_is_not_in_the_clear(secure: Server, papers: Papers) -> None:

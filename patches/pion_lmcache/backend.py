@@ -24,6 +24,7 @@ from pion_vllm_mlx.transport import (
 )
 from pion_vllm_mlx.transport.address import find_server
 from pion_vllm_mlx.transport.endpoint import Endpoint
+from pion_vllm_mlx.transport.tls import Tls, client_context
 
 log = logging.getLogger("pion_lmcache")
 
@@ -52,17 +53,19 @@ class LMCacheRemoteBackend:
         *,
         user: str | None = None,
         password: str | None = None,
+        tls: Tls = None,
         connections: int = 4,
         timeout: float = 10.0,
         connect_timeout: float = 2.0,
     ) -> None:
-        address = find_server(host, port, user, password)
+        address = find_server(host, port, user, password, tls)
         first = Endpoint(
             address.host,
             address.port,
             username=address.username,
             password=address.password,
             connect_timeout=connect_timeout,
+            tls=client_context(address.tls),
         )
         self._lanes: queue.LifoQueue[Endpoint] = queue.LifoQueue()
         self._all = [first, *(first.twin() for _ in range(connections - 1))]

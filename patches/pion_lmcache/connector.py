@@ -5,7 +5,8 @@
       remote_storage_plugin.pion.module_path: pion_lmcache.connector
       remote_storage_plugin.pion.class_name: PionConnectorAdapter
 
-`pion://user:password@host:port` authenticates. Every failure is a miss, as LMCache expects.
+`pion://user:password@host:port` authenticates, `pions://` is the same with TLS. Every
+failure is a miss, as LMCache expects.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ CONNECTIONS: Final = 4
 
 
 class PionConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]
-    """Makes connectors for `pion://` addresses."""
+    """Makes connectors for `pion://` and `pions://` addresses."""
 
     def __init__(self) -> None:
         super().__init__("pion://")
+
+    def can_parse(self, url: str) -> bool:
+        return url.startswith(("pion://", "pions://"))
 
     def create_connector(self, context: ConnectorContext) -> RemoteConnector:
         """Raises ValueError for an address without a host."""
@@ -147,10 +151,15 @@ class PionConnector(RemoteConnector):  # type: ignore[misc]
 
 
 def open_backend(url: str, connections: int) -> LMCacheRemoteBackend:
-    """The backend at `pion://[user:password@]host[:port]`; ValueError for anything else."""
+    """The backend at `pion[s]://[user:password@]host[:port]`; ValueError for anything else."""
     at = parse_url(url)
     return LMCacheRemoteBackend(
-        at.host, at.port, user=at.username, password=at.password, connections=connections
+        at.host,
+        at.port,
+        user=at.username,
+        password=at.password,
+        tls=at.tls,
+        connections=connections,
     )
 
 

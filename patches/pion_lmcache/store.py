@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pion_lmcache.workers import Workers
 from pion_vllm_mlx.transport import Argument, Command, Place, Reply
 from pion_vllm_mlx.transport.address import find_server
+from pion_vllm_mlx.transport.tls import Tls
 
 F32 = NDArray[np.float32]
 Side = Literal["K", "V"]
@@ -27,9 +28,10 @@ class PionStore:
             store.register("my_app|prompt_a", kv_dim=128)
             store.store_layer("my_app|prompt_a", "V", layer=0, token_offset=0, tensor_fp32=v)
 
-    Without `host` and `port` it is the server of `PION_URL`, else 127.0.0.1:1974. `vquant` names
-    the format rows are stored in. With `auto_redirect` a call about a prefix that lives on another
-    worker is repeated there. Methods raise `TransportError` when there is no answer within
+    Without `host` and `port` it is the server of `PION_URL`, else 127.0.0.1:1974; `tls` is True to
+    connect with TLS, or a file of the certificates to trust. `vquant` names the format rows are
+    stored in. With `auto_redirect` a call about a prefix that lives on another worker is repeated
+    there. Methods raise `TransportError` when there is no answer within
     `timeout` seconds, `ServerError` when the server refuses.
     """
 
@@ -42,12 +44,13 @@ class PionStore:
         *,
         user: str | None = None,
         password: str | None = None,
+        tls: Tls = None,
         timeout: float = 60.0,
         connect_timeout: float = 2.0,
     ) -> None:
         self.vquant = vquant
         self._workers = Workers(
-            find_server(host, port, user, password),
+            find_server(host, port, user, password, tls),
             auto_redirect=auto_redirect,
             timeout=timeout,
             connect_timeout=connect_timeout,

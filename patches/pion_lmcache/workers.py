@@ -22,6 +22,7 @@ from pion_vllm_mlx.transport import (
 )
 from pion_vllm_mlx.transport.address import Address
 from pion_vllm_mlx.transport.resp import RespConnection
+from pion_vllm_mlx.transport.tls import client_context
 
 MAX_REDIRECTS: Final = 16
 #: The shared port plus this plus its number: a worker's own port.
@@ -44,6 +45,7 @@ class Workers:
         connect_timeout: float,
     ) -> None:
         self.address = address
+        self._tls = client_context(address.tls)
         self._auto_redirect = auto_redirect
         self._patience = Patience(first_byte=timeout, stall=timeout, total=10 * timeout)
         self._connect_timeout = connect_timeout
@@ -100,6 +102,7 @@ class Workers:
             deadline=time.monotonic() + self._connect_timeout,
             username=self.address.username,
             password=self.address.password,
+            tls=self._tls,
         )
         self._connections[worker] = connection
         return connection
