@@ -97,6 +97,8 @@ class LocalServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**(self._env or os.environ), **secret},
+                # Ctrl-C in a terminal is for us, who may still have something to store.
+                start_new_session=self._tied,
             )
         try:
             while not (ready := _READY.search(self.log.read_text(errors="replace"))):

@@ -27,15 +27,14 @@ _WAITING: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PionOffer:
-    """What an index found; it alone can restore it."""
+    """What an index found; it alone can restore it.
+
+    `tokens`: leading tokens that can be restored; 0 where that does not pay.
+    """
 
     lineage: Lineage
     match: Match
-
-    @property
-    def tokens(self) -> int:
-        """Leading tokens that can be restored; 0 where that does not pay."""
-        return self.match.tokens if self.lineage.pays(self.match) else 0
+    tokens: int
 
 
 class PionTier:
@@ -111,7 +110,10 @@ class PionTier:
     def find(self, model_key: Any, tokens: Sequence[int]) -> PionOffer | None:
         """How much of `tokens` the server holds."""
         index = self._indexes.get(model_key)
-        return None if index is None else PionOffer(index, index.find(tokens))
+        if index is None:
+            return None
+        match = index.find(tokens)
+        return PionOffer(index, match, match.tokens if index.pays(match) else 0)
 
     def restore(self, offer: PionOffer) -> list[Any] | None:
         """The caches, or None."""

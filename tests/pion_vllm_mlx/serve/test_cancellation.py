@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,23 +14,54 @@ import pytest
 from tests.pion_vllm_mlx.serve.endpoint import Endpoint, endpoint
 
 pytestmark = pytest.mark.model
-#: Seconds a step of the slowed model takes; nothing is judged by it, it only gives time to hang up.
-STEP = 0.05
+
+
+class Held:
+    """Lets a model compute so many steps, then holds it in the next one until `release`."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._most: int | None = None
+        self._open = threading.Event()
+        self._open.set()
+
+    def hold_after(self, steps: int) -> None:
+        before, self._open = self._open, threading.Event()
+        self._most = self.begun + steps
+        before.set()
+
+    def release(self) -> None:
+        self._most = None
+        self._open.set()
+
+    def step(self) -> None:
+        self.begun += 1
+        if self._most is not None and self.begun > self._most:
+            assert self._open.wait(60)
+
+    @property
+    def is_holding(self) -> bool:
+        return self._most is not None and self.begun > self._most
 
 
 @pytest.fixture(scope="module")
-def slow() -> Iterator[Endpoint]:
-    """A parrot that takes its time, eight tokens of a prompt at a step."""
+def held() -> Held:
+    return Held()
+
+
+@pytest.fixture(scope="module")
+def slow(held: Held) -> Iterator[Endpoint]:
+    """A parrot that can be held, eight tokens of a prompt at a step."""
     with endpoint() as served:
         served.provider.cli_args.prefill_step_size = 8
         parrot = served.parrot
         compute = type(parrot).__call__
 
-        def slowly(model: Any, inputs: Any, cache: Any = None) -> Any:
-            time.sleep(STEP)
+        def step(model: Any, inputs: Any, cache: Any = None) -> Any:
+            held.step()
             return compute(model, inputs, cache)
 
-        served.provider.parrot.__class__ = type("Slow", (type(parrot),), {"__call__": slowly})
+        served.provider.parrot.__class__ = type("Held", (type(parrot),), {"__call__": step})
         yield served
 
 
@@ -40,24 +72,25 @@ def wait_until(fact: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def hang_up_when(
-    slow: Endpoint, enough: Callable[[], bool], stream: bool, prompt: str = "Tell me.", **more: Any
+def hang_up_after(
+    slow: Endpoint, held: Held, steps: int, stream: bool, prompt: str, **more: Any
 ) -> int:
-    """Ask, close the connection when `enough`; the steps computed from then on."""
+    """Ask, close the connection in the middle of a step; how many steps begin after that."""
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400, "stream": stream}
     raw = json.dumps(body | more).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}"
     cancelled = slow.service.figures._requests.labels("chat", "cancelled")._value
     before = cancelled.get()
+    held.hold_after(steps)
     with socket.create_connection(("127.0.0.1", slow.door.port), 30) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + raw)
-        if stream:
-            assert connection.recv(1 << 16)
-        wait_until(enough)
-        at = len(slow.parrot.forwarded)
+        wait_until(lambda: held.is_holding)
     wait_until(lambda: cancelled.get() == before + 1)
-    time.sleep(6 * STEP)
-    return len(slow.parrot.forwarded) - at
+    at = held.begun
+    held.release()
+    # Hundreds of steps of this model fit in here, were it not stopped.
+    time.sleep(0.5)
+    return held.begun - at
 
 
 def answer(slow: Endpoint) -> str:
@@ -70,32 +103,22 @@ def answer(slow: Endpoint) -> str:
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_nobody_waits_for_is_not_computed(
-    slow: Endpoint, stream: bool, seed: int | None
+    slow: Endpoint, held: Held, stream: bool, seed: int | None
 ) -> None:
     slow.parrot.say(*[500] * 300)
-    begun = len(slow.parrot.forwarded)
-    prompt = f"Tell me, {stream} {seed}."
     more = {} if seed is None else {"seed": seed}
-    steps = hang_up_when(
-        slow, lambda: len(slow.parrot.forwarded) > begun + 8, stream, prompt, **more
-    )
-    # The step that was under way, one that had begun to be computed ahead, one that noticed.
-    assert steps <= 3
+    assert hang_up_after(slow, held, 20, stream, f"Tell me, {stream} {seed}.", **more) <= 2
     assert answer(slow) == "Ready."
 
 
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_nobody_waits_for_is_not_computed(
-    slow: Endpoint, stream: bool, seed: int | None
+    slow: Endpoint, held: Held, stream: bool, seed: int | None
 ) -> None:
-    begun = len(slow.parrot.forwarded)
     prompt = f"{stream} {seed} " + "and so on " * 200
     more = {} if seed is None else {"seed": seed}
-    steps = hang_up_when(
-        slow, lambda: len(slow.parrot.forwarded) > begun + 2, stream, prompt, **more
-    )
-    assert steps <= 3
+    assert hang_up_after(slow, held, 3, stream, prompt, **more) <= 2
     assert answer(slow) == "Ready."
 
 
@@ -128,20 +151,17 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(
     assert slow.service.generator.is_healthy
 
 
-def test_one_who_hangs_up_does_not_disturb_the_others(slow: Endpoint) -> None:
-    import threading
-
+def test_one_who_hangs_up_does_not_disturb_the_others(slow: Endpoint, held: Held) -> None:
     slow.parrot.say(*[500] * 60)
     found: list[Any] = []
     body = {"messages": [{"role": "user", "content": "I stay."}], "max_tokens": 60}
     staying = threading.Thread(
         target=lambda: found.append(slow.ask("/v1/chat/completions", body)[2])
     )
-    begun = len(slow.parrot.forwarded)
+    held.hold_after(8)
     staying.start()
-    wait_until(lambda: len(slow.parrot.forwarded) > begun + 5)
-    at = len(slow.parrot.forwarded)
-    hang_up_when(slow, lambda: len(slow.parrot.forwarded) > at + 8, False, "I go.")
+    wait_until(lambda: held.is_holding)
+    hang_up_after(slow, held, 12, False, "I go.")
     staying.join(60)
     assert found[0]["usage"]["completion_tokens"] == 60
     assert slow.service.generator.is_healthy
