@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from .live_caches import arrays_of, has_rows, leaves_of
 from .prompt_memory import BLOCK, GRAIN
 
-#: Tokens between two stops that no message asks for.
+#: Tokens between two stops that no message asks for, at least.
 STRIDE: Final = 512
+#: The same for a model without any rows, all of whose cache is state.
+ROWLESS_STRIDE: Final = 2048
 
 #: A message's end in tokens, to the kind of the checkpoint there.
 Wishes = dict[int, str]
@@ -29,6 +35,28 @@ def choose_stops(length: int, wishes: Wishes, grain: int = GRAIN, stride: int = 
     stops |= {place - place % grain: BLOCK for place in (*wishes, length - 1) if place >= grain}
     stops |= {place: kind for place, kind in wishes.items() if 0 < place < length}
     return stops
+
+
+def stride_of(model: Any) -> int:
+    """Tokens between two stops for a model: as many as weigh what one state weighs.
+
+    So the states of a long prompt take no more room than its rows. Nothing is computed: the shapes
+    of what a model leaves in its caches are known before.
+    """
+    make: Any = make_prompt_cache
+    leaves = leaves_of(cache := make(model))
+    model(mx.zeros((1, 2), dtype=mx.int32), cache=cache)
+    row, state = 0, 0
+    for leaf in leaves:
+        if has_rows(leaf):
+            row += sum(array.nbytes // array.shape[2] for array in arrays_of(leaf))
+        elif hasattr(leaf, "max_size"):
+            one = sum(array.nbytes // array.shape[2] for array in arrays_of(leaf))
+            state += one * leaf.max_size
+        else:
+            state += sum(array.nbytes for array in arrays_of(leaf))
+    wanted = -(-state // row) if row else ROWLESS_STRIDE
+    return max(STRIDE, -(-wanted // GRAIN) * GRAIN)
 
 
 def cut_segments(

@@ -24,7 +24,14 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import ResponseGenerator
 
 from ._patch import Patch, PatchConflict, require_signature, require_version
-from .checkpoints import choose_stops, cut_segments, find_wishes
+from .checkpoints import (
+    ROWLESS_STRIDE,
+    STRIDE,
+    choose_stops,
+    cut_segments,
+    find_wishes,
+    stride_of,
+)
 from .live_caches import has_rows, leaves_of
 from .prompt_memory import GRAIN, PromptMemory
 
@@ -82,6 +89,7 @@ class StoppingResponseGenerator(ResponseGenerator):
     """Cuts the prompts of models that need it, and tells the prompt cache about the model."""
 
     _stateful_model: tuple[Any, bool] = (None, False)
+    _stride = STRIDE
 
     def _generate(self) -> None:
         # The batch generator is made in there, by a call that cannot be given anything more.
@@ -109,7 +117,8 @@ class StoppingResponseGenerator(ResponseGenerator):
                 wishes = self._wishes(tokenizer, request, args, prompt)
             except Exception as error:
                 log.debug("the ends of messages are not known: %r", error)
-            segments, kinds = cut_segments(segments, kinds, choose_stops(len(prompt), wishes))
+            stops = choose_stops(len(prompt), wishes, stride=self._stride)
+            segments, kinds = cut_segments(segments, kinds, stops)
         return prompt, segments, kinds, state, vision
 
     def is_stateful(self, model: Any) -> bool:
@@ -118,6 +127,12 @@ class StoppingResponseGenerator(ResponseGenerator):
         if known is not model:
             leaves = leaves_of(make_prompt_cache(model))
             stateful = not all(has_rows(leaf) for leaf in leaves)
+            if stateful:
+                try:
+                    self._stride = stride_of(model)
+                except Exception as error:
+                    self._stride = ROWLESS_STRIDE
+                    log.debug("the size of a state is not known: %r", error)
             self._stateful_model = (model, stateful)
         return stateful
 
