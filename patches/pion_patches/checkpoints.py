@@ -28,11 +28,13 @@ Wishes = dict[int, str]
 def choose_stops(length: int, wishes: Wishes, grain: int = GRAIN, stride: int = STRIDE) -> Wishes:
     """Every stop in a prompt of `length` tokens, with its kind.
 
-    Each wish is kept as it is and floored to the grain, as is the end; multiples of the stride lie
-    in between.
+    Each wish is kept as it is; those that are worth storing are floored to the grain as well, as is
+    the end; multiples of the stride lie in between. Not worth it is the end of an earlier answer:
+    its state was stored with it.
     """
     stops = dict.fromkeys(range(stride, length - 1, stride), BLOCK)
-    stops |= {place - place % grain: BLOCK for place in (*wishes, length - 1) if place >= grain}
+    stored = [place for place, kind in wishes.items() if kind != "assistant"]
+    stops |= {place - place % grain: BLOCK for place in (*stored, length - 1) if place >= grain}
     stops |= {place: kind for place, kind in wishes.items() if 0 < place < length}
     return stops
 
@@ -103,7 +105,7 @@ def find_wishes(
     systems = next((n for n, role in enumerate(roles) if role != "system"), len(roles))
     parts = [(messages, "user")]
     for number in users[-1:]:
-        parts += [(messages[:number], "user"), (messages[: number + 1], "user")]
+        parts += [(messages[:number], "assistant"), (messages[: number + 1], "user")]
     if systems:
         # With an empty question behind it, as some templates render no conversation without one.
         parts.append(([*messages[:systems], {"role": "user", "content": ""}], "system"))
