@@ -29,7 +29,7 @@ help:
 	@echo 'make bench        the benchmarks; ARGS=suite: lanes and servers compared, one report with plots'
 	@echo 'make evals        the tables: report and plots in evals/results (ARGS="--fraction 0.1" is short)'
 	@echo 'make nightly      the long tests'
-	@echo 'make interop      stock programs and clients of others against our server'
+	@echo 'make interop      programs and clients of others against our server (2 GB of environments)'
 	@echo 'make test-matrix  the patches against every supported mlx-lm'
 	@echo 'make setup        only the virtual environment: $(VENV)'
 	@echo 'make clean        remove $(VENV) and the tools'"'"' caches'

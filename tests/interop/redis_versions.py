@@ -57,6 +57,23 @@ def use(**options):
         "V.STOREBATCH", "ns_pk", 0, 0, 16, rows, "FMT", "F16"), b"OK")
     check("fetch", r.execute_command(
         "V.FETCH", "ns_pk", 0, "RANGE", 0, 16, "FMT", "NATIVE"), rows)
+    r.flushall()
+    check("set", r.set("k", rows, ex=100, nx=True), True)
+    check("get", [r.get("k"), r.mget("k", "none"), r.ttl("k")], [rows, [rows, None], 100])
+    check("incr", [r.incr("n"), r.incrby("n", 41)], [1, 42])
+    check("hset", r.hset("h", mapping={"a": rows, "b": b""}), 2)
+    check("hgetall", r.hgetall("h"), {b"a": rows, b"b": b""})
+    check("zadd", r.zadd("z", {"late": 1712345678.123456, "early": 0}), 2)
+    check("zrange", [tuple(pair) for pair in r.zrange("z", 0, -1, withscores=True)],
+          [(b"early", 0.0), (b"late", 1712345678.123456)])
+    check("zscore", r.zscore("z", "late"), 1712345678.123456)
+    check("scan", sorted(r.scan_iter(match="[hknz]", count=1)), [b"h", b"k", b"n", b"z"])
+    check("type", r.type("z"), b"zset")
+    check("keyspace", r.info("keyspace")["db0"]["keys"], 4)
+    check("delete", r.delete("h", "z", "none"), 2)
+    large = bytes(range(256)) * 20_000
+    check("large", [r.set("large", large), r.get("large")], [True, large])
+    check("exists", r.exists("large", "k", "h"), 2)
     try:
         r.execute_command("NO.SUCH")
     except redis.ResponseError as error:
@@ -143,8 +160,9 @@ def run_cli(port: int, locked: int) -> list[bool]:
             run("redis-cli -r 100", [*plain, "-r", "100", "PING"], "PONG"),
         ]
     if benchmark is not None:
-        words = [benchmark, "-p", str(port), "-t", "ping", "-n", "5000", "-P", "16", "-q"]
-        results.append(run("redis-benchmark ping", words, "requests per second"))
+        words = [benchmark, "-p", str(port), "-t", "ping,set,get", "-n", "5000"]
+        words += ["-P", "16", "-q"]
+        results.append(run("redis-benchmark ping, set, get", words, "requests per second"))
     if not results:
         print("skip  redis-cli is not installed")
     return results

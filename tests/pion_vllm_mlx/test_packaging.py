@@ -19,6 +19,7 @@ PACKAGES = {
     "pion_vllm_mlx": REPOSITORY / "pion_vllm_mlx",
     "pion_server": REPOSITORY / "pion_server",
     "pion_patches": REPOSITORY / "patches" / "pion_patches",
+    "pion_lmcache": REPOSITORY / "patches" / "pion_lmcache",
 }
 
 
