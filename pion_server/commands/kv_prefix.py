@@ -192,7 +192,8 @@ def save(ctx: Context, args: Args) -> object:
     """KV.PREFIX.SAVE [<path>]
 
     Snapshots everything, then empties the log; other clients go on meanwhile. With a path,
-    relative to the data directory: an extra copy, recurrent state in `<path>.ssm`; the log stays.
+    relative to the data directory: an extra copy, recurrent state in `<path>.ssm`, keys in
+    `<path>.keys`; the log stays.
     """
     path = bytes(args[0]) if args else b""
     if not path or path == ctx.state.stores.snapshot_path.name.encode():

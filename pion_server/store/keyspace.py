@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from pion_server.errors import BadArgument, DamagedEntry
@@ -39,6 +40,8 @@ from pion_server.store.scan_order import ScanOrder
 
 # How long a key that EXISTS said is there is not evicted.
 LEASE_SECONDS = 10.0
+# How many keys are looked at before all of them are.
+FIRST_VICTIMS = 64
 # Names stand in a record's metadata, which is bounded.
 MAX_NAME = 1 << 16
 
@@ -171,13 +174,18 @@ class Keyspace:
         return more
 
     def _victims(self, keep: bytes | None) -> Iterator[Victim]:
-        with self.lock:
-            keys = list(self._entries)
         now = self._clock()
-        for key in keys:
+        for key in self._oldest():
             entry = self._entries.get(key)
             if entry is not None and entry.leased_until <= now and key not in self._writing:
                 yield Victim(entry.nbytes, partial(self._evict, key), partial(_records, entry))
+
+    def _oldest(self) -> Iterator[bytes]:
+        """Keys, least recently used first; a store that is full asks at every write, for few."""
+        for start, end in ((0, FIRST_VICTIMS), (FIRST_VICTIMS, None)):
+            with self.lock:
+                keys = list(islice(self._entries, start, end))
+            yield from keys
 
     def _evict(self, key: bytes) -> None:
         if key not in self._entries:
@@ -284,6 +292,7 @@ class Keyspace:
 
     def _forget_all(self) -> None:
         self._entries = OrderedDict()
+        self._order.clear()
         self._due = []
         self.stored_bytes = self.expiring = 0
 

@@ -30,6 +30,10 @@ class ScanOrder:
         self._numbered.append((self._last, key))
         return self._last
 
+    def clear(self) -> None:
+        """All keys are gone; the next ones are younger than any cursor."""
+        self._numbered = []
+
     def after(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """The keys of the next `count` places behind `cursor`, and the next cursor or 0."""
         start = bisect_right(self._numbered, cursor, key=lambda pair: pair[0])

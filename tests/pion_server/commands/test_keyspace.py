@@ -98,6 +98,19 @@ def test_a_save_empties_the_log_and_leaves_every_key_readable(server: Start) -> 
     assert client.call("GET", "large") == b"new"
 
 
+def test_a_copy_holds_the_keys_of_its_moment(server: Start, tmp_path: Path) -> None:
+    running = server()
+    client = running.client()
+    write_at_random(client, 7, 60)
+    before = everything(client)
+    assert client.call("KV.PREFIX.SAVE", "copy") == "OK"
+    client.call("FLUSHALL")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (running.directory / "copy.keys").rename(elsewhere / "pion.snapshot.0")
+    assert everything(server(directory=elsewhere).client()) == before
+
+
 def test_a_hash_that_expired_is_not_mixed_with_the_next_of_its_name(server: Start) -> None:
     running = server()
     client = running.client()
