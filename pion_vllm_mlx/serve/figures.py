@@ -51,11 +51,15 @@ class Figures:
             for outcome in OUTCOMES:
                 self._requests.labels(api, outcome)
         self.registry.register(self)
+        #: Requests that are being answered.
+        self.running = 0
         self.totals = {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0}
 
     def begin(self) -> None:
         """A request is taken up."""
         self._running.inc()
+        with self._lock:
+            self.running += 1
 
     def end(
         self,
@@ -79,6 +83,7 @@ class Figures:
             counted = {"requests": 1, "prompt_tokens": prompt, "cached_tokens": cached}
             for name, more in (counted | {"generated_tokens": generated}).items():
                 self.totals[name] += more
+            self.running -= 1
 
     def snapshot(self) -> dict[str, Any]:
         """The same as one object."""

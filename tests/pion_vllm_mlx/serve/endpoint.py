@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +62,15 @@ class Endpoint:
 
     def cached(self) -> int:
         """Prompt tokens that were not computed so far, all requests together."""
+        self.settle()
         return self.service.figures.totals["cached_tokens"]
+
+    def settle(self) -> None:
+        """Wait until every request is counted: that is after its answer is sent."""
+        deadline = time.monotonic() + 30
+        while self.service.figures.running:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
 
 @contextmanager

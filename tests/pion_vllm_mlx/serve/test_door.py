@@ -51,6 +51,7 @@ def test_a_page_is_answered_if_it_was_allowed_to_ask(guarded: Endpoint) -> None:
     allowed = {"Origin": "https://good.example"}
     status, headers, _ = guarded.ask(CHAT, QUESTION, allowed)
     assert (status, headers["Access-Control-Allow-Origin"]) == (200, "https://good.example")
+    guarded.settle()
     before = guarded.service.figures.totals["requests"]
     status, headers, _ = guarded.ask(CHAT, QUESTION, {"Origin": "https://evil.example"})
     assert (status, headers["Access-Control-Allow-Origin"]) == (403, None)
@@ -127,6 +128,7 @@ def test_every_series_is_there_from_the_start() -> None:
         secret = {"messages": [{"role": "user", "content": "the secret words"}]}
         assert [fresh.ask(CHAT, secret)[0] for _ in range(2)] == [200, 200]
         assert fresh.ask(CHAT, {})[0] == 400
+        fresh.settle()
         text = fresh.ask("/metrics")[2]
         stats = fresh.ask("/v1/pion/stats")[2]
     after = _series(text)
