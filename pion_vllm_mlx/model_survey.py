@@ -16,6 +16,9 @@ _CONTAINERS: Final = (list, tuple, dict, set, frozenset)
 _PLAIN: Final = (bool, int, float, complex, str, bytes)
 #: Bookkeeping of `nn.Module` and of training; it changes no forward pass.
 _NOT_STATE: Final = frozenset({"_no_grad", "_training"})
+#: What modules keep of their first call: computed from weights that count already. A model that has
+#: been called is the model it was.
+_MEMOS: Final = {"mlx_lm.models.plamo3.RMSNorm": frozenset({"_scale", "_scale_weight"})}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,10 +72,10 @@ def _walk(
 def _parts(value: Any) -> Iterable[tuple[str, Any]]:
     """The named parts of a container or an object, in an order no hash seed can change."""
     if isinstance(value, Module):
-        state = {**vars(value), **value}
+        state = dict(_state(value))
         if _drops(value):
             state["training"] = value.training
-        return sorted((name, part) for name, part in state.items() if name not in _NOT_STATE)
+        return sorted(state.items())
     if isinstance(value, Mapping):
         return sorted((f"[{key!r}]", part) for key, part in value.items())
     if isinstance(value, set | frozenset):
@@ -86,6 +89,13 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
 
 def _numbered(values: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(str(position), value) for position, value in enumerate(values)]
+
+
+def _state(module: Module) -> Iterable[tuple[str, Any]]:
+    """The attributes of a module that decide what it computes, arrays last."""
+    ignored = _NOT_STATE | _MEMOS.get(_class_of(module), frozenset())
+    attributes = (*vars(module).items(), *module.items())
+    return ((name, part) for name, part in attributes if name not in ignored)
 
 
 def _drops(module: Module) -> bool:
@@ -134,8 +144,7 @@ def _glance_at(model: Module) -> tuple[list[mx.array], list[Any]]:
             plain.append(value)
         elif isinstance(value, Module):
             plain += (type(value), _drops(value) and value.training)
-            waiting += (part for name, part in vars(value).items() if name not in _NOT_STATE)
-            waiting += value.values()
+            waiting += (part for _, part in _state(value))
         elif isinstance(value, dict):
             waiting += value.keys()
             waiting += value.values()

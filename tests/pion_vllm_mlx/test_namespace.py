@@ -14,11 +14,14 @@ import mlx.core as mx
 import pytest
 import xxhash
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
 from pion_vllm_mlx import namespace
 from pion_vllm_mlx.fingerprint_file import FingerprintFile
 from pion_vllm_mlx.namespace import forget_fingerprint, make_namespace, model_fingerprint
+from tests.pion_patches.shipping import feed
+from tests.pion_patches.zoo import families
 
 FIXED_IDS = [(i * 7919) % 50257 for i in range(64)]
 GOLDEN_KEY = "5170cf0f4ecdc16bca0d204b6bb7758e"
@@ -155,6 +158,26 @@ def test_any_change_of_the_model_changes_the_fingerprint(change: Callable[[Any],
     model = tiny_llama()
     before = model_fingerprint(model)
     change(model)
+    assert model_fingerprint(model) != before
+
+
+@pytest.mark.parametrize("name", sorted(families))
+def test_a_model_that_has_been_called_is_the_model_it_was(name: str) -> None:
+    """A process that has generated finds what one that has not did store (plamo3 keeps a scale)."""
+    model: Any = families[name](seed=7)
+    fresh = model_fingerprint(model)
+    feed(name, model, make_prompt_cache(model), 0, 3)
+    assert model_fingerprint(model) == fresh
+    forget_fingerprint(model)
+    assert model_fingerprint(model) == fresh
+
+
+def test_weights_that_a_module_remembers_still_count() -> None:
+    """What it keeps of a call is ignored; what it was computed from is not."""
+    model: Any = families["plamo3"](seed=7)
+    feed("plamo3", model, make_prompt_cache(model), 0, 3)
+    before = model_fingerprint(model)
+    model.model.layers.layers[0].pre_mixer_norm.weight += 0.5
     assert model_fingerprint(model) != before
 
 
