@@ -38,9 +38,15 @@ class Fill:
 class Manifests:
     """Every manifest and open fill of one worker. The caller sees to one writer at a time."""
 
-    def __init__(self, log: RecordLog, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        log: RecordLog,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._log = log
         self._clock = clock
+        self._now = now
         self.by_ns: dict[bytes, Manifest] = {}
         self._fills: dict[bytes, Fill] = {}
         self.last_gen = 0
@@ -58,7 +64,8 @@ class Manifests:
         fill = self.fill(ns)
         if fill is not None and fill.owner is not owner:
             return 0
-        gen = self.last_gen + 1
+        # By the clock, so that a store begun anew does not give out the old one's again.
+        gen = max(self.last_gen + 1, int(self._now() * 1e6))
         self._log.append(RecordType.FILL, dump_meta({"n": ns, "g": gen}))
         self.last_gen = gen
         self.by_ns.pop(ns, None)
