@@ -1,7 +1,7 @@
 """The server's attention slots of stored prefixes: made, checked, dropped.
 
-A slot mirrors one layer of one fill. Nothing in a query says which fill is meant, so whoever makes
-slots, or asks them after a while, compares the manifest's generation before and after.
+A slot mirrors one layer of one fill, and queries say which one they mean. Whoever makes slots
+compares the manifest's generation before and after.
 """
 
 from __future__ import annotations
@@ -69,12 +69,10 @@ class AttendSlots:
         self._drop_others(sid, manifest, layers)
 
     def store(self, name: bytes, found: Found, layers: Mapping[int, tuple[F32, F32]]) -> None:
-        """Send K and V [H][N][D] of every layer; none stays if `found` was replaced meanwhile."""
+        """Send K and V [H][N][D] of every layer; the server refuses them once `found` is gone."""
         sid = session_of(name)
         for layer, (keys, values) in layers.items():
-            self._wire.store(sid, layer, keys, values)
-        if not self.holds(name, found):
-            self._lane.exchange([Command.of("ATTEND.PREFIX.DROP", sid)], self._quick)
+            self._wire.store(sid, layer, keys, values, found.gen)
 
     def _drop_others(self, sid: bytes, manifest: Manifest, layers: Sequence[WireLayer]) -> None:
         """Free the slots of layers that nobody will ask for, such as windows."""

@@ -3,7 +3,8 @@
 Every array is float32 and C-contiguous, shapes as in WIRE's section on ATTEND: `[H][M][D]` queries,
 `[H_kv][S][D]` suffixes. Nothing is retried here. Raises ColdEntry for a session whose K/V were
 demoted, ServerError for a refusal, TransportError, and ValueError, before anything is sent, for
-arrays that do not go together.
+arrays that do not go together. With `fill`, the generation of a manifest, a session that holds
+another fill is refused as `session not found`.
 """
 
 from __future__ import annotations
@@ -65,11 +66,12 @@ class AttendWire:
 
     # --- holding -----------------------------------------------------------------------------
 
-    def store(self, sid: bytes, layer: int, keys: F32, values: F32) -> None:
+    def store(self, sid: bytes, layer: int, keys: F32, values: F32, fill: int = 0) -> None:
         """ATTEND.PREFIX.STORE: K and V `[H][N][D]` become the session's."""
         if keys.shape != values.shape or keys.ndim != 3:
             raise ValueError(f"keys {keys.shape} and values {values.shape} are not [H][N][D] alike")
-        self._ok("ATTEND.PREFIX.STORE", sid, layer, *keys.shape, _bytes(keys), _bytes(values))
+        words = ("ATTEND.PREFIX.STORE", sid, layer, *keys.shape, _bytes(keys), _bytes(values))
+        self._ok(*words, *_meant(fill))
 
     def states(self, sid: bytes, layers: Iterable[int]) -> list[str]:
         """HIT, COLD or MISS of each layer, in one round trip."""
@@ -94,13 +96,15 @@ class AttendWire:
         queries: F32,
         window: int | None = None,
         patience: Patience | None = None,
+        fill: int = 0,
     ) -> tuple[F32, F32]:
         """QUERY: attention of `[H][M][D]` over the prefix, and its log-sum-exp `[H][M]`."""
         heads, rows, dim = _shape(queries, "queries")
         # A lone query is answered without its log-sum-exp, so it goes out twice.
         asked = queries if rows > 1 else np.repeat(queries, 2, axis=1)
         words = ("ATTEND.PREFIX.QUERY", sid, layer, heads, dim, _LONGEST_SUFFIX, _bytes(asked))
-        flat = self._ask((*words, *_given(window)), asked.size + asked.size // dim, patience)
+        options = *_given(window), *_meant(fill)
+        flat = self._ask((*words, *options), asked.size + asked.size // dim, patience)
         out = flat[: asked.size].reshape(asked.shape)
         lse = flat[asked.size :].reshape(asked.shape[:2])
         return out[:, :rows], lse[:, :rows]
@@ -143,9 +147,11 @@ class AttendWire:
         words = ("ATTEND.PREFIX.QUERY_FUSED", sid, layer, *sizes, *blobs, *_given(window))
         return self._ask(words, queries.size, patience).reshape(queries.shape)
 
-    def open_session(self, sid: bytes, tokens: int, patience: Patience) -> DecodeSession:
+    def open_session(
+        self, sid: bytes, tokens: int, patience: Patience, fill: int = 0
+    ) -> DecodeSession:
         """A suffix behind the `tokens` tokens of `sid`; nothing is sent yet."""
-        return DecodeSession(self._lane, self.binary, sid, tokens, patience)
+        return DecodeSession(self._lane, self.binary, sid, tokens, patience, fill)
 
     def step(
         self,
@@ -199,6 +205,7 @@ class AttendWire:
         window: int | None = None,
         selector: str = "block_mean",
         patience: Patience | None = None,
+        fill: int = 0,
     ) -> F32:
         """QUERY_SPARSE_AUTO_FUSED: `[H_q][D]` over the best blocks and the whole suffix."""
         heads, dim = _flat_shape(queries)
@@ -208,7 +215,7 @@ class AttendWire:
         sizes = (heads, dim, *blocks, kv_heads, count)
         blobs = (_bytes(queries), _bytes(suffix_keys), _bytes(suffix_values), head_map)
         words = ("ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED", sid, layer, *sizes, *blobs, *options)
-        return self._ask(words, queries.size, patience).reshape(queries.shape)
+        return self._ask((*words, *_meant(fill)), queries.size, patience).reshape(queries.shape)
 
     def _ask(self, words: Sequence[Any], floats: int, patience: Patience | None = None) -> F32:
         """One command whose answer is so many floats, received where they are returned."""
@@ -290,6 +297,10 @@ def _selector(name: str) -> int:
 
 def _given(window: int | None) -> tuple[int, ...]:
     return () if window is None else (window,)
+
+
+def _meant(fill: int) -> tuple[str | int, ...]:
+    return ("GEN", fill) if fill else ()
 
 
 def _bytes(array: F32) -> memoryview:

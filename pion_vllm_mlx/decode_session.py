@@ -46,8 +46,8 @@ from pion_vllm_mlx.transport.binary import (
 Rows: TypeAlias = Callable[[int], tuple[F32, F32]]
 
 _TOKEN_BYTES: Final = 16
-# sid length, layer, H_q, H_kv, D, 0; N, length, drop, M, S, window; token.
-_STEP: Final = struct.Struct("<6H6I16s")
+# sid length, layer, H_q, H_kv, D, 0; N, length, drop, M, S, window; token; generation.
+_STEP: Final = struct.Struct("<6H6I16sQ")
 _LENGTH: Final = struct.Struct("<H")
 
 
@@ -56,6 +56,7 @@ class Step:
     """One ATTEND.DECODE.STEP: `queries` [H_q][M][D], new rows `keys`, `values` [H_kv][S][D].
 
     The rows go behind the first `length - drop` of a suffix that has `length` in the server.
+    `generation` is the fill of the prefix that is meant, 0 for whatever is held.
     """
 
     sid: bytes
@@ -69,6 +70,7 @@ class Step:
     length: int
     drop: int = 0
     window: int = 0
+    generation: int = 0
 
     def frame(self) -> list[memoryview]:
         """The parts of the frame's body. Raises ValueError for what no frame can say."""
@@ -78,6 +80,7 @@ class Step:
                 *(len(self.sid), self.layer, heads, kv_heads, dim, 0),
                 *(self.prefix, self.length, self.drop, many, rows, self.window),
                 self.token,
+                self.generation,
             )
         except struct.error as error:
             raise ValueError(f"no frame can hold this step: {error}") from None
@@ -89,7 +92,8 @@ class Step:
         (heads, _, dim), (kv_heads, rows, _) = self.queries.shape, self.keys.shape
         sizes = heads, dim, kv_heads, self.prefix, self.length, self.drop, rows
         words = "ATTEND.DECODE.STEP", self.sid, self.layer, self.token, *sizes
-        return Command.of(*words, *self._tensors(), self.head_map, self.window)
+        meant = ("GEN", self.generation) if self.generation else ()
+        return Command.of(*words, *self._tensors(), self.head_map, self.window, *meant)
 
     @property
     def reply_bytes(self) -> int:
@@ -112,6 +116,7 @@ class Step:
 class DecodeSession:
     """The suffix of one generation behind the prefix `sid` of `tokens` tokens. Thread-safe.
 
+    With `fill`, the manifest's generation, a prefix of another fill is `session not found`.
     Steps go over the binary lane while it is usable, else over RESP; one whose reply was lost is
     repeated there, as a step done twice is done once.
     """
@@ -123,9 +128,10 @@ class DecodeSession:
         sid: bytes,
         tokens: int,
         patience: Patience | None = None,
+        fill: int = 0,
     ) -> None:
         self._resp, self._binary = resp, binary
-        self._sid, self._tokens = sid, tokens
+        self._sid, self._tokens, self._fill = sid, tokens, fill
         self._patience = patience or Patience(first_byte=60.0)
         self._lock = ProcessLock()
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -183,7 +189,7 @@ class DecodeSession:
                 f"K {keys.shape}, V {values.shape}, {len(head_map)} heads mapped; wanted {shape}, "
                 f"{heads}"
             )
-        place = held, held - start, window
+        place = held, held - start, window, self._fill
         names = self._sid, self._token, layer, self._tokens
         parts = self._ask(Step(*names, queries, keys, values, head_map, *place))
         self._lengths[layer] = length

@@ -7,7 +7,6 @@ recurrent state and whatever the engine cannot compute are fetched once, as a re
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -42,8 +41,6 @@ T = TypeVar("T")
 
 #: A suffix of more bytes than this is attended to here and merged, instead of sent each time.
 _LARGEST_SUFFIX: Final = 1 << 20
-#: Seconds without a query after which the prefix might have been replaced under its name.
-_FRESH: Final = 0.1
 #: Seconds a query is waited for: no longer than the prefill it saves took, within these.
 _LEAST_WAIT, _LONGEST_WAIT = 2.0, 10.0
 
@@ -116,8 +113,9 @@ class WirePrefix:
     """One fill of a prefix on one server: a `RemotePrefix`.
 
     `rehydrate` makes the server's slots again, after checking that it still holds this fill;
-    `still_held` only checks. `restore` gives ordinary caches of the prefix, whatever it takes.
-    `tell(error)` hears once why the wire was given up.
+    `still_held` only checks. Every query says which fill it means, or is followed by that check,
+    so that one that was replaced under its name never answers. `restore` gives ordinary caches of
+    the prefix, whatever it takes. `tell(error)` hears once why the wire was given up.
     """
 
     def __init__(
@@ -145,7 +143,6 @@ class WirePrefix:
         self._tell = tell
         self._rows: dict[int, PrefixRows] | None = None
         self._lock = ProcessLock()
-        self._asked_at = time.monotonic()
         wait = min(max(found.manifest.prefill_ms / 1000, _LEAST_WAIT), _LONGEST_WAIT)
         self.patience = Patience(first_byte=wait, stall=2.0, total=wait + 10.0)
         # Suffixes of requests that are over: nothing may be sent from within a finalizer.
@@ -162,7 +159,8 @@ class WirePrefix:
         """The suffix of one request in the server; those of requests that are over are closed."""
         while self._finished:
             self._finished.popleft().close()
-        session = self.wire.open_session(self.sid, self.tokens, self.patience)
+        fill = self.found.gen
+        session = self.wire.open_session(self.sid, self.tokens, self.patience, fill)
         weakref.finalize(reader, self._finished.append, session).atexit = False
         return session
 
@@ -175,17 +173,16 @@ class WirePrefix:
                 mx.eval([(one.keys, one.values) for one in self._rows.values()])
             return self._rows[layer]
 
-    def ask(self, query: Callable[[], T]) -> T:
+    def ask(self, query: Callable[[], T], *, names_fill: bool = True) -> T:
         """What `query` returns; raises RemoteLost when this prefix is not to be had there.
 
         Slots that were demoted, or went with a restart, are made again and the query is put once
-        more: everything else that goes wrong is final.
+        more: everything else that goes wrong is final. `names_fill`: the query says which fill it
+        means.
         """
         if self.is_lost:
             raise RemoteLost("given up before")
         try:
-            if time.monotonic() - self._asked_at > _FRESH and not self._still_held():
-                raise Miss("changed", "stored anew or dropped")
             try:
                 answer = query()
             except ColdEntry:
@@ -196,6 +193,9 @@ class WirePrefix:
                     raise
                 self._rehydrate()
                 answer = query()
+            # Slots go when another fill begins: what was held afterwards has answered.
+            if not names_fill and not self._still_held():
+                raise Miss("changed", "stored anew or dropped")
         except NoSessions:
             raise
         except Exception as error:
@@ -203,7 +203,6 @@ class WirePrefix:
             self.is_lost = True
             self._tell(error)
             raise RemoteLost(str(error)) from error
-        self._asked_at = time.monotonic()
         return answer
 
     def _captured(self, caches: list[Any]) -> Iterator[tuple[int, PrefixRows]]:
@@ -250,9 +249,8 @@ class WireReader:
         mx.eval(queries)
         asked, prefix = as_f32(queries), self._prefix
         # Window 0, said aloud: the server may have a default of its own.
-        out, lse = prefix.ask(
-            lambda: prefix.wire.query(prefix.sid, layer, asked, 0, prefix.patience)
-        )
+        rest = 0, prefix.patience, prefix.found.gen
+        out, lse = prefix.ask(lambda: prefix.wire.query(prefix.sid, layer, asked, *rest))
         return mx.array(out), mx.array(lse)
 
     def _step(
@@ -278,7 +276,10 @@ class WireReader:
         prefix, head_map = self._prefix, even_map(queries.shape[0], keys.shape[0])
         asked = as_f32(queries), as_f32(keys), as_f32(values)
         out = prefix.ask(
-            lambda: prefix.wire.query_fused(prefix.sid, layer, *asked, head_map, 0, prefix.patience)
+            lambda: prefix.wire.query_fused(
+                prefix.sid, layer, *asked, head_map, 0, prefix.patience
+            ),
+            names_fill=False,  # the frame has no room for it
         )
         return mx.array(out)
 
@@ -290,7 +291,11 @@ class WireReader:
         best = (blocks.size, blocks.count)
         out = prefix.ask(
             lambda: prefix.wire.query_sparse_auto_fused(
-                prefix.sid, layer, *asked, best, head_map, 0, blocks.selector, prefix.patience
+                *(prefix.sid, layer, *asked, best, head_map),
+                window=0,
+                selector=blocks.selector,
+                patience=prefix.patience,
+                fill=prefix.found.gen,
             )
         )
         return mx.array(out)[:, None]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pion_server.attend.sessions import Shape
+from pion_server.attend.sessions import Shape, Source
 from pion_server.errors import Replay
 from pion_server.store.budget import Victim
 
@@ -44,12 +44,16 @@ class Rows(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Suffix:
-    """One layer's suffix behind a prefix of that shape. `planned`: rows there is room for."""
+    """One layer's suffix behind a prefix of that shape. `planned`: rows there is room for.
+
+    `source` is the slot's that it was attended to with, None as long as it only grew.
+    """
 
     prefix: Shape
     planned: int = 0
     length: int = 0
     rows: Rows | None = None
+    source: Source | None = None
 
     @property
     def nbytes(self) -> int:
@@ -155,26 +159,34 @@ class DecodeSessions:
                 if self._held.get(name) is session and not (session.layers or session.steps):
                     self._remove(name)
 
-    def growth(self, session: Session, step: DecodeStep, prefix: Shape) -> int:
-        """Bytes that a step adds to what is held. Raises Replay where it cannot be done."""
+    def growth(
+        self, session: Session, step: DecodeStep, prefix: Shape, source: Source | None = None
+    ) -> int:
+        """Bytes that a step adds to what is held. Raises Replay where it cannot be done.
+
+        `source` is of the slot that will be asked, if one will.
+        """
         suffix = session.layers.get(step.key[1])
         if suffix is None:
             if step.length:
                 raise Replay(f"no suffix of layer {step.key[1]} here")
             return _nbytes(prefix, _room(step.end))
-        if suffix.prefix != prefix:
+        if suffix.prefix != prefix or _differ(suffix.source, source):
             raise Replay("the prefix was replaced by another")
         if step.end <= suffix.planned:
             return 0
         return _nbytes(prefix, _room(step.end)) - suffix.nbytes
 
-    def open(self, session: Session, step: DecodeStep, prefix: Shape) -> Suffix:
+    def open(
+        self, session: Session, step: DecodeStep, prefix: Shape, source: Source | None = None
+    ) -> Suffix:
         """The suffix of a step with its growth counted. Raises Replay if it has gone meanwhile."""
         with self._lock:
             if self._held.get(session.name) is not session:
                 raise Replay("the decode session was closed")
-            growth = self.growth(session, step, prefix)
+            growth = self.growth(session, step, prefix, source)
             suffix = session.layers.setdefault(step.key[1], Suffix(prefix))
+            suffix.source = source or suffix.source
             if growth:
                 suffix.planned = _room(step.end)
                 self.nbytes += growth
@@ -232,6 +244,10 @@ class DecodeSessions:
             return False
         self.nbytes -= session.nbytes
         return True
+
+
+def _differ(one: Source | None, other: Source | None) -> bool:
+    return None not in (one, other) and one != other
 
 
 def _room(rows: int) -> int:

@@ -51,13 +51,16 @@ class Engine:
         self._operations = choose_operations(_complain)
         mx.set_cache_limit(_BUFFER_CACHE_BYTES)
 
-    def allocate(self, key: Key, shape: Shape) -> tuple[Slot, NDArray[Any], NDArray[Any]]:
+    def allocate(
+        self, key: Key, shape: Shape, generation: int = 0
+    ) -> tuple[Slot, NDArray[Any], NDArray[Any]]:
         """An empty slot, and its K and V `[heads][tokens][dim]` as numpy to be filled.
 
         The two views share the slot's memory; any thread may write to them.
         """
         rows = _allocate(shape, self.dtype)
-        slot = Slot(key, shape, rows.keys, rows.values, rows.keys.nbytes + rows.values.nbytes)
+        nbytes = rows.keys.nbytes + rows.values.nbytes
+        slot = Slot(key, shape, rows.keys, rows.values, nbytes, generation)
         return slot, rows.key_rows, rows.value_rows
 
     def answer(self, slot: Slot, request: Query) -> memoryview:

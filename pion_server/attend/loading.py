@@ -26,6 +26,7 @@ class WarmLayer:
     shape: Shape
     keys: StoredRows
     values: StoredRows
+    generation: int
 
 
 def plan_layers(
@@ -51,6 +52,7 @@ def plan_layers(
         if vstore.manifests.fill(ns) is not None:
             raise BadArgument("KV.PREFIX.WARM: the namespace is just being filled")
         vstore.table.touch(k_sid)
+        generation = generation_of(vstore, ns)
         for index in sorted(k_side.layers.keys() & v_side.layers.keys()):
             k, v = k_side.layers[index], v_side.layers[index]
             tokens = min(k.count, v.count)
@@ -70,8 +72,15 @@ def plan_layers(
                 raise BadArgument(
                     f"KV.PREFIX.WARM: layer {index} has rows never written below {tokens}"
                 )
-            planned.append(WarmLayer(index, Shape(found, tokens, dim), keys, values))
+            shape = Shape(found, tokens, dim)
+            planned.append(WarmLayer(index, shape, keys, values, generation))
     return planned, skipped
+
+
+def generation_of(vstore: VStore, ns: bytes) -> int:
+    """The fill whose rows `ns` holds, 0 if they are of none."""
+    manifest = vstore.manifests.by_ns.get(ns)
+    return manifest.gen if manifest is not None else 0
 
 
 def verify_layers(layers: list[WarmLayer]) -> None:

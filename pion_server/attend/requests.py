@@ -2,7 +2,8 @@
 
 Tensors are float32 numpy views of the request's own bytes, shapes as in each field. A request is
 complete in itself; `check` compares it with the session it names. `window` None means the server's
-default, 0 no window, W > 0 the last W prefix tokens.
+default, 0 no window, W > 0 the last W prefix tokens. `generation` is the fill of the prefix that is
+meant, 0 for whatever the session holds.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Store:
     key: Key
     keys: F32
     values: F32
+    generation: int = 0
 
     @classmethod
-    def of(cls, key: Key, shape: Shape, keys: Buffer, values: Buffer) -> Store:
+    def of(cls, key: Key, shape: Shape, keys: Buffer, values: Buffer, generation: int = 0) -> Store:
         """Raises BadArgument for blobs of another size and for an unsupported dimension."""
         check_dim(cls.name, shape.dim)
-        return cls(key, tensor(cls.name, "K", keys, shape), tensor(cls.name, "V", values, shape))
+        sides = tensor(cls.name, "K", keys, shape), tensor(cls.name, "V", values, shape)
+        return cls(key, *sides, generation)
 
     @property
     def shape(self) -> Shape:
@@ -58,13 +61,20 @@ class DenseQuery:
     key: Key
     queries: F32
     window: int | None = None
+    generation: int = 0
 
     @classmethod
     def of(
-        cls, key: Key, heads: int, dim: int, queries: Buffer, window: int | None = None
+        cls,
+        key: Key,
+        heads: int,
+        dim: int,
+        queries: Buffer,
+        window: int | None = None,
+        generation: int = 0,
     ) -> DenseQuery:
         """Raises BadArgument unless the blob holds M >= 1 rows a head."""
-        return cls(key, _rows(cls.name, queries, heads, dim), window)
+        return cls(key, _rows(cls.name, queries, heads, dim), window, generation)
 
     def check(self, held: Shape) -> None:
         """Raises BadArgument if the session has other heads or another dimension."""
@@ -86,6 +96,7 @@ class FusedQuery:
     suffix_values: F32
     head_map: NDArray[np.int32]
     window: int | None = None
+    generation: int = 0
 
     @classmethod
     def of(
@@ -96,12 +107,14 @@ class FusedQuery:
         suffix: int,
         blobs: Sequence[Buffer],
         window: int | None = None,
+        generation: int = 0,
     ) -> FusedQuery:
         """`heads` are H_q and H_kv, `blobs` Q, K_suf, V_suf and head_map. Raises BadArgument."""
         _check_groups(cls.name, *heads)
         queries = _rows(cls.name, blobs[0], heads[0], dim)
         keys, values = _suffix(cls.name, blobs[1:3], heads[1], suffix, dim)
-        return cls(key, queries, keys, values, _head_map(cls.name, blobs[3], *heads), window)
+        mapped = _head_map(cls.name, blobs[3], *heads)
+        return cls(key, queries, keys, values, mapped, window, generation)
 
     def check(self, held: Shape) -> None:
         """Raises BadArgument if the session has other kv heads or another dimension."""
@@ -119,6 +132,7 @@ class SparseQuery:
     indices: NDArray[np.int32]
     counts: NDArray[np.uint32]
     window: int | None = None
+    generation: int = 0
 
     @classmethod
     def of(
@@ -129,12 +143,13 @@ class SparseQuery:
         most: int,
         blobs: Sequence[Buffer],
         window: int | None = None,
+        generation: int = 0,
     ) -> SparseQuery:
         """`blobs` are Q, indices (i32) and counts (u32). Raises BadArgument."""
         queries = tensor(cls.name, "Q", blobs[0], (heads, dim))
         indices = tensor(cls.name, "indices", blobs[1], (heads, most), "<i4")
         counts = tensor(cls.name, "counts", blobs[2], (heads,), "<u4")
-        return cls(key, queries, indices, counts, window)
+        return cls(key, queries, indices, counts, window, generation)
 
     def check(self, held: Shape) -> None:
         """Raises BadArgument if the session has other heads or another dimension."""
@@ -158,6 +173,7 @@ class BlockQuery:
     top: int
     window: int | None = None
     selector: int = BLOCK_MEAN
+    generation: int = 0
 
     @classmethod
     def of(
@@ -171,6 +187,7 @@ class BlockQuery:
         blobs: Sequence[Buffer],
         window: int | None = None,
         selector: int = BLOCK_MEAN,
+        generation: int = 0,
     ) -> BlockQuery:
         """`heads` are H_q and H_kv, `blocks` B and K_top, `blobs` Q, K_suf, V_suf, head_map.
 
@@ -182,7 +199,8 @@ class BlockQuery:
         keys, values = _suffix(name, blobs[1:3], heads[1], suffix, dim)
         mapped = _head_map(name, blobs[3], *heads) if len(blobs[3]) else even_map(*heads)
         chosen = selector if selector in (BLOCK_MEAN, QUEST) else BLOCK_MEAN
-        return cls(name, key, queries, keys, values, mapped, *blocks, window, chosen)
+        choice = *blocks, window, chosen, generation
+        return cls(name, key, queries, keys, values, mapped, *choice)
 
     def check(self, held: Shape) -> None:
         """Raises BadArgument if the session has other kv heads or another dimension."""
@@ -211,6 +229,7 @@ class DecodeStep:
     length: int
     drop: int
     window: int = 0
+    generation: int = 0
 
     @classmethod
     def of(
@@ -223,6 +242,7 @@ class DecodeStep:
         suffix: int,
         blobs: Sequence[Buffer],
         window: int = 0,
+        generation: int = 0,
     ) -> DecodeStep:
         """`heads` are H_q and H_kv, `place` N, length and drop, `blobs` Q, K, V and head_map.
 
@@ -242,8 +262,8 @@ class DecodeStep:
             )
         if prefix + length + suffix >= _POSITIONS:
             raise BadArgument(f"{cls.command}: a prefix and its suffix have less than 2^31 tokens")
-        place = prefix, length, drop
-        return cls(key, bytes(token), queries, keys, values, mapped, *place, window)
+        tensors = queries, keys, values, mapped
+        return cls(key, bytes(token), *tensors, prefix, length, drop, window, generation)
 
     @property
     def name(self) -> tuple[bytes, bytes]:

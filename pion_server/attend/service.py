@@ -15,12 +15,19 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pion_server.attend.decode import DecodeSessions
-from pion_server.attend.loading import WarmLayer, fill, plan_layers, read_rows, verify_layers
+from pion_server.attend.loading import (
+    WarmLayer,
+    fill,
+    generation_of,
+    plan_layers,
+    read_rows,
+    verify_layers,
+)
 from pion_server.attend.requests import DecodeStep, OneShot, Query, Store, check_dim
 from pion_server.attend.sessions import ATTEND_SUFFIX, Key, Shape, Slot, Slots, namespace_of
 from pion_server.attend.thread import EngineThread
 from pion_server.config import Config
-from pion_server.errors import ColdMiss, CommandError, EngineOff
+from pion_server.errors import BadArgument, ColdMiss, CommandError, EngineOff, Stale
 from pion_server.store.vstore import VStore
 
 if TYPE_CHECKING:
@@ -60,15 +67,21 @@ class Attention:
     # --- holding -----------------------------------------------------------------------------
 
     async def store(self, request: Store) -> None:
-        """ATTEND.PREFIX.STORE: make a warm slot of a request. Raises OutOfMemory."""
+        """ATTEND.PREFIX.STORE: make a warm slot of a request.
+
+        Raises OutOfMemory, and Stale where the prefix is not of the generation it names.
+        """
         self.require()
 
         def copy(keys: Tensor, values: Tensor) -> None:
             fill(keys, request.keys)
             fill(values, request.values)
 
-        slot = await self._load(request.key, request.shape, copy)
+        slot = await self._load(request.key, request.shape, request.generation, copy)
         async with self._room(request.key[0], slot.nbytes - self.slots.held_bytes(request.key)):
+            ns, named = namespace_of(request.key[0]), request.generation
+            if named and generation_of(self._vstore, ns) != named:
+                raise Stale(f"generation {named} is not what this namespace holds")
             self.slots.put(slot)
 
     async def warm(self, ns: bytes, heads: int, dim: int, sid: bytes) -> tuple[int, int]:
@@ -81,7 +94,7 @@ class Attention:
         planned, skipped = plan_layers(
             self._vstore, ns, heads, dim, lambda layer: self.slots.cold_shape((sid, layer))
         )
-        await self._rehydrate(sid, planned)
+        await self._rehydrate(sid, ns, planned)
         return len(planned), skipped
 
     def drop(self, sid: bytes, layer: int | None = None) -> int:
@@ -100,7 +113,7 @@ class Attention:
         """The reply's bytes. Raises NotFound, ColdMiss, or BadArgument for an unfit request."""
         self.require()
         request.check(self.slots.shape(request.key))
-        slot = await self._use(request.key)
+        slot = await self._use(request.key, request.generation)
         return await self._submit(lambda engine: engine.answer(slot, request))
 
     async def step(self, step: DecodeStep) -> memoryview:
@@ -112,10 +125,12 @@ class Attention:
         self.require()
         prefix = self.slots.shape(step.key)
         step.check(prefix)
-        slot = await self._use(step.key) if step.queries.size else None
+        slot = await self._use(step.key, step.generation) if step.queries.size else None
+        source = slot.source if slot is not None else None
         with self.decodes.stepping(step) as session:
-            async with self._room(step.key[0], self.decodes.growth(session, step, prefix)):
-                suffix = self.decodes.open(session, step, prefix)
+            growth = self.decodes.growth(session, step, prefix, source)
+            async with self._room(step.key[0], growth):
+                suffix = self.decodes.open(session, step, prefix, source)
             return await self._submit(lambda engine: engine.step(slot, suffix, step))
 
     async def answer_once(self, request: OneShot) -> memoryview:
@@ -125,15 +140,15 @@ class Attention:
 
     # --- the way there -----------------------------------------------------------------------
 
-    async def _use(self, key: Key) -> Slot:
-        """The warm slot; with `--sdpa-auto-warm` a cold one is brought back."""
+    async def _use(self, key: Key, generation: int) -> Slot:
+        """The warm slot, of that fill; with `--sdpa-auto-warm` a cold one is brought back."""
         try:
-            return self.slots.use(key)
+            return self.slots.use(key, generation)
         except ColdMiss:
             if not self._config.sdpa_auto_warm:
                 raise
             await self._warm_again(key)
-            return self.slots.use(key)
+            return self.slots.use(key, generation)
 
     async def _warm_again(self, key: Key) -> None:
         """`--sdpa-auto-warm`: bring one cold layer back from the V-store, if it is still the same.
@@ -146,14 +161,17 @@ class Attention:
             try:
                 planned, _ = plan_layers(self._vstore, ns, cold.heads, cold.dim)
                 chosen = [one for one in planned if one.layer == layer and one.shape == cold]
-                await self._rehydrate(sid, chosen)
+                await self._rehydrate(sid, ns, chosen)
             except CommandError:
                 continue
             if chosen:
                 return
 
-    async def _rehydrate(self, sid: bytes, layers: list[WarmLayer]) -> None:
-        """Fill slots from rows, one layer at a time; room for all of them is made before."""
+    async def _rehydrate(self, sid: bytes, ns: bytes, layers: list[WarmLayer]) -> None:
+        """Fill slots from rows of `ns`, one layer at a time; room for all of them is made before.
+
+        Raises BadArgument once the rows are of another fill than they were.
+        """
         await asyncio.to_thread(verify_layers, layers)
         width = 2 if self._config.attention_fp16 else 4
         wanted = sum(2 * width * math.prod(one.shape) for one in layers)
@@ -166,11 +184,18 @@ class Attention:
                 read_rows(one.keys, keys)
                 read_rows(one.values, values)
 
-            self.slots.put(await self._load((sid, one.layer), one.shape, copy))
+            slot = await self._load((sid, one.layer), one.shape, one.generation, copy)
+            if generation_of(self._vstore, ns) != one.generation:
+                raise BadArgument("KV.PREFIX.WARM: the namespace was replaced meanwhile")
+            self.slots.put(slot)
 
-    async def _load(self, key: Key, shape: Shape, copy: Callable[[Tensor, Tensor], None]) -> Slot:
+    async def _load(
+        self, key: Key, shape: Shape, generation: int, copy: Callable[[Tensor, Tensor], None]
+    ) -> Slot:
         """A slot filled by `copy`, in a thread of its own: queries need not wait for that."""
-        slot, keys, values = await self._submit(lambda engine: engine.allocate(key, shape))
+        slot, keys, values = await self._submit(
+            lambda engine: engine.allocate(key, shape, generation)
+        )
         await asyncio.to_thread(copy, keys, values)
         return slot
 

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = tuple[bytes, int]
 State: TypeAlias = Literal["HIT", "COLD", "MISS"]
+Source: TypeAlias = tuple[int, int]
 
 ATTEND_SUFFIX = b"_attn"
 COLD_LIMIT = 1024
+
+_serials = itertools.count(1)
 
 
 class Shape(NamedTuple):
@@ -42,7 +45,8 @@ class Shape(NamedTuple):
 class Slot:
     """The K/V of one layer. Never changed once made: a query may go on with a replaced one.
 
-    `summaries` is the engine thread's own: per-block figures of K by (block size, selector).
+    `generation` is the fill of the prefix whose K/V these are, 0 if nobody said. `summaries` is the
+    engine thread's own: per-block figures of K by (block size, selector).
     """
 
     key: Key
@@ -50,7 +54,14 @@ class Slot:
     keys: mx.array
     values: mx.array
     nbytes: int
+    generation: int = 0
     summaries: dict[tuple[int, int], tuple[NDArray[np.float32], ...]] = field(default_factory=dict)
+    serial: int = field(default_factory=lambda: next(_serials))
+
+    @property
+    def source(self) -> Source:
+        """Equal for slots that hold the same K/V: of one fill, or one and the same."""
+        return (self.generation, 0) if self.generation else (0, self.serial)
 
 
 class Cold(NamedTuple):
@@ -109,11 +120,16 @@ class Slots:
             slot = self._warm.get(key)
         return slot.nbytes if slot is not None else 0
 
-    def use(self, key: Key) -> Slot:
-        """The warm slot, from now on the most recently used. Raises ColdMiss or NotFound."""
+    def use(self, key: Key, generation: int = 0) -> Slot:
+        """The warm slot, from now on the most recently used. Raises ColdMiss or NotFound.
+
+        One of another fill than `generation`, if that is given, is not found.
+        """
         with self._lock:
             slot = self._warm.get(key)
             if slot is not None:
+                if generation not in (0, slot.generation):
+                    raise NotFound(f"session not found: it is of fill {slot.generation}")
                 self._touch(key)
                 return slot
             if key in self._cold:

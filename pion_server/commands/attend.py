@@ -15,6 +15,7 @@ from pion_server.attend.sessions import Key, Shape
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer
 from pion_server.commands.registry import Access, Args, Context, command
+from pion_server.errors import BadArgument
 from pion_server.payload import Buffer
 
 # What the binary lane can name: layers and head counts are 16 bits there, so they are here.
@@ -23,15 +24,16 @@ _SIZES = 2**31 - 1
 _WARM_HEADS, _WARM_DIM = 256, 512
 
 
-@command("ATTEND.PREFIX.STORE", access=Access.TENANT, min_args=7, max_args=7, sids="first")
+@command("ATTEND.PREFIX.STORE", access=Access.TENANT, min_args=7, max_args=9, sids="first")
 def store(ctx: Context, args: Args) -> object:
-    """ATTEND.PREFIX.STORE <sid> <layer> <H> <N> <D> <K> <V>
+    """ATTEND.PREFIX.STORE <sid> <layer> <H> <N> <D> <K> <V> [GEN <gen>]
 
     K and V float32 `[H][N][D]`; replaces what the layer had.
     """
     ctx.state.attend.require()
+    _, generation = split_generation(args[7:], 0)
     shape = Shape(heads_of(args[2], "H"), positive(args[3], "N"), positive(args[4], "D"))
-    request = Store.of(key_of(args), shape, args[5], args[6])
+    request = Store.of(key_of(args), shape, args[5], args[6], generation)
 
     async def work() -> str:
         await ctx.state.attend.store(request)
@@ -61,43 +63,51 @@ def drop(ctx: Context, args: Args) -> int:
     return ctx.state.attend.drop(arguments.name(args[0]), layer)
 
 
-@command("ATTEND.PREFIX.QUERY", access=Access.TENANT, min_args=6, max_args=7, sids="first")
+@command("ATTEND.PREFIX.QUERY", access=Access.TENANT, min_args=6, max_args=9, sids="first")
 def query(ctx: Context, args: Args) -> object:
-    """ATTEND.PREFIX.QUERY <sid> <layer> <H> <D> <top_k> <Q> [<fa_window>]
+    """ATTEND.PREFIX.QUERY <sid> <layer> <H> <D> <top_k> <Q> [<fa_window>] [GEN <gen>]
 
     Q `[H][M][D]`; answers `[H][M][D]` and, for M > 1, the log-sum-exp `[H][M]`.
     """
     ctx.state.attend.require()
     heads, dim = heads_of(args[2], "H"), positive(args[3], "D")
     positive(args[4], "top_k")
-    request = DenseQuery.of(key_of(args), heads, dim, args[5], _window(args[6:]))
+    options, generation = split_generation(args[6:], 1)
+    window = _window(options)
+    request = DenseQuery.of(key_of(args), heads, dim, args[5], window, generation)
     return ctx.state.attend.answer(request)
 
 
-@command("ATTEND.PREFIX.QUERY_FUSED", access=Access.TENANT, min_args=10, max_args=11, sids="first")
+@command("ATTEND.PREFIX.QUERY_FUSED", access=Access.TENANT, min_args=10, max_args=13, sids="first")
 def query_fused(ctx: Context, args: Args) -> object:
-    """ATTEND.PREFIX.QUERY_FUSED <sid> <layer> <H_q> <D> <S> <H_kv> <Q> <K> <V> <map> [<fa_window>]
+    """ATTEND.PREFIX.QUERY_FUSED <sid> <layer> <H_q> <D> <S> <H_kv> <Q> <K> <V> <map> ...
 
-    Q `[H_q][M][D]` over the prefix and a causal suffix K, V `[H_kv][S][D]`; answers as Q.
+    `... [<fa_window>] [GEN <gen>]`: Q `[H_q][M][D]` over the prefix and a causal suffix K, V
+    `[H_kv][S][D]`; answers as Q.
     """
     ctx.state.attend.require()
     heads_q, dim = heads_of(args[2], "H_q"), positive(args[3], "D")
     suffix = integer(args[4], "S_suf", 0, _SIZES)
     heads = heads_q, heads_of(args[5], "H_kv")
-    request = FusedQuery.of(key_of(args), heads, dim, suffix, args[6:10], _window(args[10:]))
+    options, generation = split_generation(args[10:], 1)
+    window = _window(options)
+    request = FusedQuery.of(key_of(args), heads, dim, suffix, args[6:10], window, generation)
     return ctx.state.attend.answer(request)
 
 
-@command("ATTEND.PREFIX.QUERY_SPARSE", access=Access.TENANT, min_args=8, max_args=9, sids="first")
+@command("ATTEND.PREFIX.QUERY_SPARSE", access=Access.TENANT, min_args=8, max_args=11, sids="first")
 def query_sparse(ctx: Context, args: Args) -> object:
-    """ATTEND.PREFIX.QUERY_SPARSE <sid> <layer> <H> <D> <K_max> <Q> <indices> <counts> [<fa_window>]
+    """ATTEND.PREFIX.QUERY_SPARSE <sid> <layer> <H> <D> <K_max> <Q> <indices> <counts> ...
 
-    Q `[H][D]`; head h sees the first `counts[h]` (u32) of `indices[h]` (i32, `[H][K_max]`).
+    `... [<fa_window>] [GEN <gen>]`: Q `[H][D]`; head h sees the first `counts[h]` (u32) of
+    `indices[h]` (i32, `[H][K_max]`).
     """
     ctx.state.attend.require()
     heads, dim = heads_of(args[2], "H"), positive(args[3], "D")
     most = positive(args[4], "K_sparse_max")
-    request = SparseQuery.of(key_of(args), heads, dim, most, args[5:8], _window(args[8:]))
+    options, generation = split_generation(args[8:], 1)
+    window = _window(options)
+    request = SparseQuery.of(key_of(args), heads, dim, most, args[5:8], window, generation)
     return ctx.state.attend.answer(request)
 
 
@@ -105,9 +115,10 @@ def query_sparse(ctx: Context, args: Args) -> object:
     "ATTEND.PREFIX.QUERY_SPARSE_AUTO",
     access=Access.TENANT,
     min_args=9,
-    max_args=11,
+    max_args=13,
     sids="first",
-    args="<sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <Q> <head_map> [<fa_window>] [<selector>]",
+    args="<sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <Q> <head_map> [<fa_window>] [<selector>] "
+    "[GEN <gen>]",
 )
 def query_sparse_auto(ctx: Context, args: Args) -> object:
     """ATTEND.PREFIX.QUERY_SPARSE_AUTO <sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <Q> <map> ...
@@ -123,10 +134,10 @@ def query_sparse_auto(ctx: Context, args: Args) -> object:
     "ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED",
     access=Access.TENANT,
     min_args=12,
-    max_args=14,
+    max_args=16,
     sids="first",
     args="<sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <S> <Q> <K> <V> <head_map> "
-    "[<fa_window>] [<selector>]",
+    "[<fa_window>] [<selector>] [GEN <gen>]",
 )
 def query_sparse_auto_fused(ctx: Context, args: Args) -> object:
     """ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED <sid> <layer> <H_q> <D> <B> <K_top> <H_kv> <S> <Q> ...
@@ -185,6 +196,7 @@ def _block_query(
     heads_q, dim = heads_of(args[2], "H_q"), positive(args[3], "D")
     blocks = positive(args[4], "B"), positive(args[5], "K_top")
     heads = heads_q, heads_of(args[6], "H_kv")
+    options, generation = split_generation(options, 2)
     selector = integer(options[1], "selector_id") if len(options) > 1 else BLOCK_MEAN
     return BlockQuery.of(
         f"ATTEND.PREFIX.{name}",
@@ -196,6 +208,7 @@ def _block_query(
         blobs,
         _window(options[:1]),
         selector,
+        generation,
     )
 
 
@@ -213,6 +226,16 @@ def heads_of(value: Buffer, what: str) -> int:
 
 def positive(value: Buffer, what: str) -> int:
     return integer(value, what, 1, _SIZES)
+
+
+def split_generation(options: Args, most: int) -> tuple[Args, int]:
+    """The options, at most so many, without `GEN <gen>` at their end; and that, 0 if not given."""
+    generation = 0
+    if len(options) > 1 and arguments.word(options[-2]) == "GEN":
+        options, generation = options[:-2], arguments.generation(options[-1:])
+    if len(options) > most:
+        raise BadArgument("too many options, or GEN <gen> is not the last")
+    return options, generation
 
 
 def _window(options: Args) -> int | None:

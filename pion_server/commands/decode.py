@@ -7,7 +7,7 @@ import struct
 from pion_server.attend.requests import TOKEN_BYTES, DecodeStep, check_token
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer
-from pion_server.commands.attend import heads_of, key_of, positive
+from pion_server.commands.attend import heads_of, key_of, positive, split_generation
 from pion_server.commands.frames import frame, sid_first, split
 from pion_server.commands.registry import Access, Args, Context, command
 from pion_server.errors import BadArgument
@@ -15,19 +15,20 @@ from pion_server.payload import Buffer
 from pion_server.wire.binary import Unparsable
 
 _SIZES = 2**31 - 1
-# sid length, layer, H_q, H_kv, D, 0; N, length, drop, M, S, window; token. Sizes before the tensors
-# and the sid behind them, so that the floats lie aligned.
-_STEP = struct.Struct("<6H6I16s")
+# sid length, layer, H_q, H_kv, D, 0; N, length, drop, M, S, window; token; generation. Sizes before
+# the tensors and the sid behind them, so that the floats lie aligned.
+_STEP = struct.Struct("<6H6I16sQ")
 
 
-@command("ATTEND.DECODE.STEP", access=Access.TENANT, min_args=14, max_args=15, sids="first")
+@command("ATTEND.DECODE.STEP", access=Access.TENANT, min_args=14, max_args=17, sids="first")
 def step(ctx: Context, args: Args) -> object:
     """ATTEND.DECODE.STEP <sid> <layer> <token> <H_q> <D> <H_kv> <N> <length> <drop> <S> <Q> <K> ...
 
-    `... <V> <head_map> [<window>]`: appends K, V `[H_kv][S][D]` to a kept suffix; answers
-    `[H_q][M][D]` and the log-sum-exp `[H_q][M]` for Q at its last M positions.
+    `... <V> <head_map> [<window>] [GEN <gen>]`: appends K, V `[H_kv][S][D]` to a kept suffix;
+    answers `[H_q][M][D]` and the log-sum-exp `[H_q][M]` for Q at its last M positions.
     """
     ctx.state.attend.require()
+    options, generation = split_generation(args[14:], 1)
     heads, dim = heads_of(args[3], "H_q"), positive(args[4], "D")
     request = DecodeStep.of(
         key_of(args),
@@ -41,7 +42,8 @@ def step(ctx: Context, args: Args) -> object:
         ),
         integer(args[9], "S", 0, _SIZES),
         args[10:14],
-        integer(args[14], "window", 0, _SIZES) if len(args) > 14 else 0,
+        integer(options[0], "window", 0, _SIZES) if options else 0,
+        generation,
     )
     return ctx.state.attend.step(request)
 
@@ -68,9 +70,12 @@ def _sid_last(body: Buffer) -> Buffer:
 def step_frame(ctx: Context, body: Buffer) -> object:
     """u16 sid length, layer, H_q, H_kv, D, 0, u32 N, length, drop, M, S, window, token, ...
 
-    Q, K, V, head_map, sid. ATTEND.DECODE.STEP: the same checks, the same engine, the same bytes.
+    u64 generation, Q, K, V, head_map, sid. ATTEND.DECODE.STEP: the same checks, the same engine,
+    the same bytes.
     """
-    sid_length, layer, heads, kv_heads, dim, zero, *sizes, token = _STEP.unpack_from(body)
+    sid_length, layer, heads, kv_heads, dim, zero, *sizes, token, generation = _STEP.unpack_from(
+        body
+    )
     tokens, length, drop, rows, suffix, window = sizes
     blobs, sid = split(
         memoryview(body)[_STEP.size :],
@@ -85,9 +90,8 @@ def step_frame(ctx: Context, body: Buffer) -> object:
     if 0 in (heads, dim, kv_heads, tokens) or max(sizes) > _SIZES:
         raise BadArgument("H_q, D, H_kv and N must be positive, and all sizes less than 2^31")
     place = tokens, length, drop
-    request = DecodeStep.of(
-        (bytes(sid), layer), token, (heads, kv_heads), dim, place, suffix, blobs, window
-    )
+    names = (bytes(sid), layer), token, (heads, kv_heads), dim
+    request = DecodeStep.of(*names, place, suffix, blobs, window, generation)
     return ctx.state.attend.step(request)
 
 

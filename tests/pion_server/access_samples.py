@@ -144,7 +144,7 @@ def _fused(ns: bytes) -> bytes:
 
 def _step(ns: bytes) -> bytes:
     sid = ns + b"_attn"
-    head = struct.pack("<6H6I16s", len(sid), 0, 1, 1, DIM, 0, 1, 0, 0, 1, 1, 0, TOKEN)
+    head = struct.pack("<6H6I16sQ", len(sid), 0, 1, 1, DIM, 0, 1, 0, 0, 1, 1, 0, TOKEN, 0)
     return head + 3 * ROW + b"\0" + sid
 
 

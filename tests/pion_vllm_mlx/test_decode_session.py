@@ -362,7 +362,7 @@ def test_a_cold_prefix_is_said_and_the_step_repeated(server: Start, lane: str) -
             text.check(session, 1)
     assert client.raw.call("KV.PREFIX.WARM", "n", HEADS, DIM, "n_attn") == str(LAYERS)
     text.check(session, 1)
-    assert session.replays == 0
+    assert session.replays == 1  # nobody said that these are the K/V there were before
 
 
 @pytest.mark.parametrize("lane", ["binary", "RESP"])

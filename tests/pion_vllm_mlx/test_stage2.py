@@ -196,14 +196,57 @@ def test_a_server_with_fewer_slots_than_layers_is_given_up_with_the_same_answer(
     assert "attention in the server ended" in caplog.text
 
 
-def test_a_prefix_replaced_under_its_name_is_noticed(stored: Server, model: Any) -> None:
-    """A namespace that names too much costs speed, never the answer."""
+BLOCKS = {"K_block": 8, "K_blocks": 5}
+
+
+@LANES
+@pytest.mark.parametrize("extra", [None, NO_SESSIONS], ids=["append", "resend"])
+@pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["dense", "blocks"])
+def test_a_prefix_replaced_under_its_name_never_answers(
+    server: Callable[..., Server],
+    model: Any,
+    extra: Path | None,
+    binary_port: int | None,
+    blocks: dict[str, int] | None,
+) -> None:
+    """A namespace that names too much costs speed, never the answer, however quick it is."""
+    running = server(extra=extra)
+    fill(running, model)
+    client = AttentionClient(running)
+    k, v = normal(1, 2, len(PREFIX), 32), normal(2, 2, len(PREFIX), 32)
+    with PionPromptCache(model, port=running.port, stage2=True, binary_port=binary_port) as pc:
+        cache = opened(pc, model, sparse_full_layers=blocks)
+        first = logits(model, cache, REST[:8])
+        # As another process does it, in no time at all.
+        assert client.raw.call("KV.PREFIX.META", NAME, "BEGIN") > 0
+        for layer in range(len(cache)):
+            client.store(f"{NAME}_attn", layer, k, v)
+        second = logits(model, cache, REST[8:])
+        assert close(np.concatenate([first, second]), logits(model, ordinary(model), REST))
+        assert pc.stats()["wire_losses"] == 1
+
+
+def test_slots_that_somebody_else_filled_are_made_anew(stored: Server, model: Any) -> None:
+    """The prefix is the same; what lies in its attention session is whoever's."""
+    client = AttentionClient(stored)
+    for layer in range(2):
+        k, v = normal(1, 2, len(PREFIX), 32), normal(2, 2, len(PREFIX), 32)
+        client.store(f"{NAME}_attn", layer, k, v)
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        found = logits(model, opened(pc, model), REST)
+        assert close(found, logits(model, ordinary(model), REST))
+        assert pc.stats()["wire_losses"] == 0
+        assert pc.cold_rehydrates_observed == 1
+
+
+def test_another_process_that_fills_the_name_anew_ends_the_wire_and_is_found_next(
+    stored: Server, model: Any
+) -> None:
     other = PREFIX[::-1]
     with PionPromptCache(model, port=stored.port, stage2=True) as pc:
         cache = opened(pc, model)
         first = logits(model, cache, REST[:8])
         fill(stored, model, NAME, other)
-        time.sleep(0.2)  # a request that goes on at once has no time to be betrayed
         second = logits(model, cache, REST[8:])
         assert close(np.concatenate([first, second]), logits(model, ordinary(model), REST))
         assert pc.stats()["wire_losses"] == 1

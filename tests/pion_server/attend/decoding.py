@@ -17,7 +17,7 @@ F32: TypeAlias = NDArray[np.float32]
 STEP, CLOSE = 0x40, 0x41
 OK, MISS, ERROR, COLDMISS, REPLAY = range(5)
 TOKEN = b"0123456789abcdef"
-SIZES = "<6H6I16s"
+SIZES = "<6H6I16sQ"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Step:
     sid: bytes = b"s"
     layer: int = 0
     token: bytes = TOKEN
+    fill: int = 0
 
     def but(self, **changed: Any) -> Self:
         return replace(self, **changed)
@@ -45,7 +46,8 @@ class Step:
         sizes = heads, dim, self.k.shape[0], self.prefix, self.length, self.drop, self.k.shape[1]
         blobs = self.q.tobytes(), self.k.tobytes(), self.v.tobytes(), self.head_map
         head = "ATTEND.DECODE.STEP", self.sid, self.layer, self.token
-        return *head, *sizes, *blobs, *((self.window,) if self.window else ())
+        meant = ("GEN", self.fill) if self.fill else ()
+        return *head, *sizes, *blobs, *((self.window,) if self.window else ()), *meant
 
     def body(self) -> bytes:
         """For a frame."""
@@ -53,7 +55,8 @@ class Step:
         sizes = len(self.sid), self.layer, heads, kv_heads, dim, 0
         more = self.prefix, self.length, self.drop, many, rows, self.window
         blobs = self.q.tobytes() + self.k.tobytes() + self.v.tobytes()
-        return struct.pack(SIZES, *sizes, *more, self.token) + blobs + self.head_map + self.sid
+        head = struct.pack(SIZES, *sizes, *more, self.token, self.fill)
+        return head + blobs + self.head_map + self.sid
 
     def request(self) -> DecodeStep:
         """For the engine."""
@@ -62,7 +65,7 @@ class Step:
         place = self.prefix, self.length, self.drop
         key = self.sid, self.layer
         return DecodeStep.of(
-            key, self.token, (heads, kv_heads), dim, place, rows, blobs, self.window
+            key, self.token, (heads, kv_heads), dim, place, rows, blobs, self.window, self.fill
         )
 
     def parts(self, reply: bytes | memoryview) -> tuple[F32, F32]:

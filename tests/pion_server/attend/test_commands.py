@@ -145,6 +145,49 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     assert client.query("s", 0, Q)[0].tobytes() == before.tobytes()
 
 
+FILLED: list[tuple[Any, ...]] = [
+    query_words("filled_attn", 0, Q, 0),
+    query_words("filled_attn", 0, Q),
+    fused_words("filled_attn", 0, Q, NONE, NONE, SAME),
+    sparse_words("filled_attn", 0, Q[:, 0], np.zeros((2, 1), "i4"), [1, 1]),
+    auto_words("filled_attn", 0, Q[:, 0], 2, (4, 1)),
+    auto_words("filled_attn", 0, Q[:, 0], 2, (4, 1), -1, 1),
+    auto_fused_words("filled_attn", 0, Q[:, 0], NONE, NONE, (4, 1)),
+]
+
+
+@pytest.mark.parametrize("words", FILLED, ids=lambda words: f"{words[0]}-{len(words)}")
+def test_a_query_that_names_a_fill_is_answered_by_that_one_only(
+    client: AttentionClient, words: tuple[Any, ...]
+) -> None:
+    raw = client.raw
+    fill = raw.call("KV.PREFIX.META", "filled", "BEGIN")
+    raw.call("KV.PREFIX.META", "filled", "SET", fill, b"whole")
+    raw.call(*store_words("filled_attn", 0, K, V), "GEN", fill)
+    answer = raw.call(*words, "GEN", fill)
+    assert answer == raw.call(*words)
+    assert "session not found" in raw.error(*words, "GEN", fill + 1)
+    for odd in (("GEN",), ("GEN", 0), ("GEN", "x"), ("GEN", -1), ("GEN", 1, 2)):
+        assert raw.error(*words, *odd).startswith("ERR ")
+    # Replaced under its name, by somebody who names no fill.
+    client.store("filled_attn", 0, V, K)
+    assert "session not found" in raw.error(*words, "GEN", fill)
+    assert raw.call(*words) != answer
+
+
+def test_rows_of_a_fill_that_is_over_are_not_taken(client: AttentionClient) -> None:
+    raw = client.raw
+    first = raw.call("KV.PREFIX.META", "over", "BEGIN")
+    store = *store_words("over_attn", 0, K, V), "GEN"
+    assert raw.error(*store, first).startswith("STALE ")
+    raw.call("KV.PREFIX.META", "over", "SET", first, b"whole")
+    assert raw.call(*store, first) == "OK"
+    second = raw.call("KV.PREFIX.META", "over", "BEGIN")
+    assert second > first
+    assert raw.error(*store, first).startswith("STALE ")
+    assert client.lookup("over_attn") == "MISS"
+
+
 def test_a_window_shows_the_last_tokens_only(client: AttentionClient) -> None:
     for window, first in ((0, 0), (1, 49), (20, 30), (50, 0), (51, 0), (-1, 0), (2**31, 0)):
         wanted = reference.query(Q, K, V, first)[0]

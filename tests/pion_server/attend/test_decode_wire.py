@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -187,9 +187,14 @@ def test_the_bytes_of_a_step_do_not_depend_on_the_suffix(lanes: Lanes, token: by
         )
     floats = (HEADS + 2 * KV_HEADS) * DIM * 4
     ((binary, resp, reply_bytes),) = sizes
-    assert binary == 7 + 52 + floats + HEADS + 1
+    assert binary == 7 + 60 + floats + HEADS + 1
     assert reply_bytes == HEADS * (DIM + 1) * 4
     assert resp < binary + 200
+
+
+def stored_words(sid: str) -> tuple[Any, ...]:
+    """Of ATTEND.PREFIX.STORE: `PREFIX` as layer 0 of `sid`."""
+    return sid, 0, *PREFIX[0].shape, *(side.tobytes() for side in PREFIX)
 
 
 # --- who may, and what is forgotten ------------------------------------------------------------
@@ -254,6 +259,27 @@ def test_another_prefix_under_the_name_is_refused(lanes: Lanes, token: bytes) ->
     assert lanes.refusal(piece(5, 6, token=token, sid=b"other", prefix=40))[1] == REPLAY
 
 
+def test_a_prefix_of_the_same_shape_stored_anew_is_another_prefix(
+    lanes: Lanes, token: bytes
+) -> None:
+    """What was appended belongs to the K/V it was computed behind, not to their shape."""
+    lanes.resp.store("anew", 0, *PREFIX)
+    lanes.frame(piece(0, 5, token=token, sid=b"anew"))
+    lanes.resp.store("anew", 0, *PREFIX[::-1])
+    assert lanes.refusal(piece(5, 6, token=token, sid=b"anew"))[1] == REPLAY
+    whole = piece(0, 6, token=next(_TOKENS), sid=b"anew").but(q=Q[:, 5:6])
+    assert_equal_to_float64(whole, lanes.frame(whole), PREFIX[::-1], (K[:, :6], V[:, :6]))
+
+
+def test_a_step_behind_another_fill_finds_no_session(lanes: Lanes, token: bytes) -> None:
+    lanes.resp.store("filled", 0, *PREFIX)
+    for fill in (1, 2**63 - 1):
+        text, status = lanes.refusal(piece(0, 5, token=token, sid=b"filled", fill=fill))
+        assert text == "ERR session not found: it is of fill 0"
+        assert status == ERROR
+    lanes.frame(piece(0, 5, token=token, sid=b"filled"))
+
+
 def test_a_restart_forgets_sessions_and_prefixes(server: Start) -> None:
     running = server()
     lanes = Lanes(running)
@@ -274,13 +300,15 @@ def test_a_cold_prefix_is_coldmiss_and_appends_nothing(server: Start) -> None:
     lanes = Lanes(running)
     raw = lanes.resp.raw
     raw.call("KV.PREFIX.REGISTER", "n", KV_HEADS * DIM, "fp32")
+    fill = raw.call("KV.PREFIX.META", "n", "BEGIN")
     for side, rows in zip(("pk", "pv"), PREFIX, strict=True):
         flat = np.ascontiguousarray(rows.transpose(1, 0, 2)).tobytes()
-        raw.call("V.STOREBATCH", f"n_{side}", 0, 0, TOKENS, flat)
-    lanes.resp.store("n_attn", 0, *PREFIX)
-    lanes.frame(piece(0, 5, sid=b"n_attn"))
+        raw.call("V.STOREBATCH", f"n_{side}", 0, 0, TOKENS, flat, "GEN", fill)
+    raw.call("KV.PREFIX.META", "n", "SET", fill, b"whole")
+    lanes.resp.raw.call("ATTEND.PREFIX.STORE", *stored_words("n_attn"), "GEN", fill)
+    lanes.frame(piece(0, 5, sid=b"n_attn", fill=fill))
     lanes.resp.store("other", 0, *PREFIX)
-    step = piece(5, 6, sid=b"n_attn")
+    step = piece(5, 6, sid=b"n_attn", fill=fill)
     text, status = lanes.refusal(step)
     assert text.startswith("COLDMISS session evicted to cold tier")
     assert status == COLDMISS
@@ -353,9 +381,10 @@ REFUSED: dict[str, Step] = {
 
 def with_sizes(body: bytes, **changed: int) -> bytes:
     """`body` with header fields replaced, what follows as it was."""
-    names = "sid_length layer heads kv_heads dim zero prefix length drop many rows window token"
-    sizes = dict(zip(names.split(), struct.unpack_from(SIZES, body), strict=True)) | changed
-    return struct.pack(SIZES, *sizes.values()) + body[52:]
+    names = "sid_length layer heads kv_heads dim zero prefix length drop many rows window"
+    fields = [*names.split(), "token", "fill"]
+    sizes = dict(zip(fields, struct.unpack_from(SIZES, body), strict=True)) | changed
+    return struct.pack(SIZES, *sizes.values()) + body[struct.calcsize(SIZES) :]
 
 
 LARGEST = {"heads": 65535, "kv_heads": 65535, "dim": 65535, "many": 2**32 - 1, "rows": 2**32 - 1}
@@ -435,7 +464,7 @@ def test_a_close_that_does_not_add_up_closes_nothing(
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(position=st.integers(0, 51), byte=st.integers(0, 255), cut=st.integers(0, 9))
+@given(position=st.integers(0, 59), byte=st.integers(0, 255), cut=st.integers(0, 9))
 def test_any_header_gets_one_reply(lanes: Lanes, position: int, byte: int, cut: int) -> None:
     good = piece(0, 2, token=b"any header......")
     body = bytearray(good.body())
