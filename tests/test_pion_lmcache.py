@@ -146,8 +146,12 @@ def test_a_missing_chunk_in_the_middle_takes_nobodys_place(backend: LMCacheRemot
 
 def test_a_chunk_of_another_size_than_expected_is_a_miss(backend: LMCacheRemoteBackend) -> None:
     backend.put("sized", chunk(30_000))
-    rooms = [room(bytearray(20_000)), lambda d, n: None]
-    assert backend.get_into(["sized", "sized"], rooms) == [False, False]
+
+    def raising(description: bytes, nbytes: int) -> memoryview:
+        raise ValueError("not a description of ours")
+
+    rooms = [room(bytearray(20_000)), lambda d, n: None, raising, room(bytearray(30_000))]
+    assert backend.get_into(["sized"] * 4, rooms) == [False, False, False, True]
     assert backend.get("sized") == chunk(30_000)
 
 

@@ -189,7 +189,12 @@ class _Reading:
             return self._description
         if index != 1 or self._description is None:
             return None
-        target = self._room(bytes(self._description), nbytes)
+        try:
+            target = self._room(bytes(self._description), nbytes)
+        except Exception as error:
+            # The description is somebody else's, say. The bytes must be read all the same.
+            log.warning("a miss: no room for a chunk: %r", error)
+            return None
         if target is not None and len(target) == nbytes:
             self._target = target
         return self._target

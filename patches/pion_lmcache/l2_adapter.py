@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,8 +18,11 @@ from typing import Any, Final
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
 
 from pion_lmcache.connector import open_backend
+
+log = logging.getLogger("pion_lmcache")
 
 CONNECTIONS: Final = 8
 
@@ -42,16 +45,20 @@ class PionL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._loaded: dict[int, Bitmap] = {}
         self._sizes: dict[Any, int] = {}
         self._locks: Counter[Any] = Counter()
-        self._store_fd, self._lookup_fd, self._load_fd = (_event_fd() for _ in range(3))
+        self._ends = self._store_end, self._lookup_end, self._load_end = (
+            create_event_notifier(),
+            create_event_notifier(),
+            create_event_notifier(),
+        )
 
     def get_store_event_fd(self) -> int:
-        return self._store_fd
+        return int(self._store_end.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        return self._lookup_fd
+        return int(self._lookup_end.fileno())
 
     def get_load_event_fd(self) -> int:
-        return self._load_fd
+        return int(self._load_end.fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Store a batch; the task's number."""
@@ -65,7 +72,7 @@ class PionL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return L2StoreResult(all(kept), sum(size for _, size in stored))
 
         failed = L2StoreResult(False, 0)
-        return self._submit(work, failed, self._stored, self._store_fd)
+        return self._submit(work, failed, self._stored, self._store_end)
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Results of tasks that ended since the last call."""
@@ -82,7 +89,7 @@ class PionL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 self._locks.update(key for key, there in zip(keys, found, strict=True) if there)
             return _bitmap(found)
 
-        return self._submit(work, _bitmap([False] * len(keys)), self._found, self._lookup_fd)
+        return self._submit(work, _bitmap([False] * len(keys)), self._found, self._lookup_end)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         with self._lock:
@@ -105,7 +112,7 @@ class PionL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 self._notify_keys_accessed(hits)
             return _bitmap(loaded)
 
-        return self._submit(work, _bitmap([False] * len(keys)), self._loaded, self._load_fd)
+        return self._submit(work, _bitmap([False] * len(keys)), self._loaded, self._load_end)
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         with self._lock:
@@ -129,11 +136,11 @@ class PionL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Wait for the tasks under way, then close the connections and descriptors."""
         self._threads.shutdown(wait=True)
         self._backend.close()
-        for fd in (self._store_fd, self._lookup_fd, self._load_fd):
-            os.close(fd)
+        for end in self._ends:
+            end.close()
 
     def _submit(
-        self, work: Callable[[], Any], failed: Any, results: dict[int, Any], fd: int
+        self, work: Callable[[], Any], failed: Any, results: dict[int, Any], end: Any
     ) -> int:
         with self._lock:
             task = self._next_task
@@ -143,24 +150,23 @@ class PionL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             result = failed
             try:
                 result = work()
-            finally:
-                # Whatever happens, who waits for the task is told.
-                with self._lock:
-                    results[task] = result
-                _signal(fd)
+            except Exception:
+                log.exception("a task of LMCache failed")
+            # Whatever happened, who waits for the task is told.
+            with self._lock:
+                results[task] = result
+            end.notify()
 
         self._threads.submit(run)
         return task
 
     def _account(self, stored: list[tuple[Any, int]]) -> None:
-        """Tell listeners of what is new; the same key again only changes its size."""
+        """Tell listeners of what is new."""
         with self._lock:
-            old = {key: self._sizes[key] for key, _ in stored if key in self._sizes}
-            self._sizes.update(stored)
-        if stored:
-            keys, sizes = zip(*stored, strict=True)
-            more = [size - old.get(key, 0) for key, size in stored]
-            self._notify_keys_stored(list(keys), more if old else list(sizes))
+            new = [(key, size) for key, size in stored if key not in self._sizes]
+            self._sizes.update(new)
+        if new:
+            self._notify_keys_stored([key for key, _ in new], [size for _, size in new])
 
 
 def _name(key: Any) -> str:
@@ -182,11 +188,3 @@ def _bitmap(bits: list[bool]) -> Bitmap:
         if bit:
             made.set(index)
     return made
-
-
-def _event_fd() -> int:
-    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-
-def _signal(fd: int) -> None:
-    os.eventfd_write(fd, 1)

@@ -9,6 +9,8 @@ import enum
 import json
 from typing import Any
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class RecordType(enum.IntEnum):
     """What a record says; its metadata keys in brackets. Numbers are part of the file format."""
@@ -52,7 +54,7 @@ class RecordType(enum.IntEnum):
 
 def dump_meta(meta: dict[str, Any]) -> bytes:
     """JSON with every bytes value (also in lists) as Latin-1 text."""
-    return json.dumps(_texts(meta), separators=(",", ":")).encode("ascii")
+    return _encode(_texts(meta)).encode("ascii")
 
 
 def load_meta(data: bytes) -> dict[str, Any]:

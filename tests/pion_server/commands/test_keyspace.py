@@ -282,6 +282,21 @@ def test_keys_make_room_for_themselves_before_prefixes_do(server: Start) -> None
     assert client.call("KV.PREFIX.LOOKUP", "ns") == "MISS"
 
 
+def test_replies_nobody_reads_evict_nothing(server: Start) -> None:
+    """F07: a queued reply is a place in a file, and counts for nothing."""
+    running = server("--maxmemory", "8mb")
+    client = running.client()
+    client.call("SET", "large", blob(4 << 20))
+    client.call("MSET", "a", "1", "b", "2")
+    slow = [running.client() for _ in range(8)]
+    for one in slow:
+        one.send(one.pack("GET", "large") * 20)
+    assert client.call("SET", "c", blob(1 << 20)) == "OK"
+    assert client.call("DBSIZE") == 4
+    assert client.call("GET", "large") == blob(4 << 20)
+    assert slow[0].read() == blob(4 << 20)
+
+
 def test_a_full_disk_is_an_error_with_nothing_changed(server: Start) -> None:
     """F09: --max-disk, with nothing to evict."""
     client = server("--max-disk", "1mb", "--no-auto-save").client()
