@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -280,6 +281,38 @@ def test_keys_make_room_for_themselves_before_prefixes_do(server: Start) -> None
     assert client.call("KV.PREFIX.LOOKUP", "ns") == "HIT"
     assert client.call("SET", "large", blob(900_000)) == "OK"
     assert client.call("KV.PREFIX.LOOKUP", "ns") == "MISS"
+
+
+def test_a_command_is_seen_as_a_whole_or_not_at_all(server: Start) -> None:
+    """Large writes leave the loop; readers meanwhile see what was before, saves do not matter."""
+    running = server()
+    writer, saver, reader = (running.client() for _ in range(3))
+    writer.call("MSET", "a", "start", "b", "start")
+    writer.call("HSET", "h", "x", "start", "y", "start")
+    stop = threading.Event()
+
+    def write() -> None:
+        for turn in range(30):
+            value = bytes([turn]) * (300_000 if turn % 2 else 100)
+            writer.call("MSET", "a", value, "b", value)
+            writer.call("HSET", "h", "x", value, "y", value)
+        stop.set()
+
+    def save() -> None:
+        while not stop.is_set():
+            saver.call("KV.PREFIX.SAVE")
+
+    threads = [threading.Thread(target=work) for work in (write, save)]
+    for thread in threads:
+        thread.start()
+    x = b""
+    while x[:1] != bytes([29]):
+        a, b = reader.call("MGET", "a", "b")
+        x, y = reader.call("HMGET", "h", "x", "y")
+        assert a == b
+        assert x == y
+    for thread in threads:
+        thread.join()
 
 
 def test_replies_nobody_reads_evict_nothing(server: Start) -> None:
