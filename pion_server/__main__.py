@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pion_server import __version__
 from pion_server.config import Config, parse
 from pion_server.flags import ConfigError, help_text
+from pion_server.journal import complain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.enable()
         return run(config)
     except ConfigError as error:
-        print(f"pion-server: {error}", file=sys.stderr)
+        complain("refused", str(error), level="error")
         return 1
 
 

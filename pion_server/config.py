@@ -35,6 +35,9 @@ class Config:
     tenant_strict: bool = False
     ns_prefix: bytes = b""
     max_clients: int = 10_000
+    clients_per_address: int | None = None
+    auth_timeout: int = 10
+    stall_timeout: int = 60
     max_request: int = 1024 * MB
     output_limit: int = 256 * MB
     workers: int = 1
@@ -59,6 +62,9 @@ class Config:
     status_file: Path | None = None
     crash_log: Path | None = None
     crash_log_wanted: bool = True
+    metrics_port: int | None = None
+    log_format: Literal["text", "json"] = "text"
+    slowlog_ms: int = 10
     # What to do instead of serving; check and repair have a `target` directory.
     action: Literal["serve", "version", "help", "check", "repair"] = "serve"
     target: Path | None = None

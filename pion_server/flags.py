@@ -80,6 +80,12 @@ def fsync_policy(text: str) -> str:
     return text.lower()
 
 
+def log_format(text: str) -> str:
+    if text.lower() not in ("text", "json"):
+        raise ConfigError(f"wants text or json, not {text!r}")
+    return text.lower()
+
+
 def password(text: str) -> str:
     if not text:
         raise ConfigError("wants a password, not an empty word")
@@ -174,6 +180,30 @@ FLAGS: tuple[Flag, ...] = (
         "--ns-prefix", _NET, "what every name must begin with", "ns_prefix", "PREFIX", name_prefix
     ),
     Flag("--max-clients", _NET, "connections", "max_clients", "N", number(1, 1_000_000)),
+    Flag(
+        "--max-clients-per-address",
+        _NET,
+        "connections from one address",
+        "clients_per_address",
+        "N",
+        number(1, 1_000_000),
+    ),
+    Flag(
+        "--auth-timeout",
+        _NET,
+        "seconds a client has for its password",
+        "auth_timeout",
+        "SECONDS",
+        number(1, 86_400),
+    ),
+    Flag(
+        "--stall-timeout",
+        _NET,
+        "seconds half a request, or replies nobody takes, may rest",
+        "stall_timeout",
+        "SECONDS",
+        number(1, 86_400),
+    ),
     Flag("-w, --workers", _NET, "worker processes", "workers", "N", number(1, 256)),
     Flag("--independent-workers", _NET, "accepted: " + _ALONE, notice=_ALONE),
     Flag("--dir", _DATA, "data directory", "directory", "DIR", Path),
@@ -252,6 +282,30 @@ FLAGS: tuple[Flag, ...] = (
         "PATH",
         Path,
         optional=True,
+    ),
+    Flag(
+        "--metrics-port",
+        _REPORTS,
+        "HTTP port for Prometheus, 0: any free one",
+        "metrics_port",
+        "N",
+        number(0, 65535),
+    ),
+    Flag(
+        "--log-format",
+        _REPORTS,
+        "lines for people, or json: an object an event on stderr",
+        "log_format",
+        "FORMAT",
+        log_format,
+    ),
+    Flag(
+        "--slowlog-ms",
+        _REPORTS,
+        "SLOWLOG keeps what took longer, 0: nothing",
+        "slowlog_ms",
+        "N",
+        number(0, 10_000_000),
     ),
     Flag("--no-crash-log", _REPORTS, "no such lines", "crash_log_wanted", value=False),
     Flag("-v, --version", _REPORTS, "print the version", "action", value="version"),

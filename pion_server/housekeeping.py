@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Coroutine
 from typing import Any
 
+from pion_server import journal
 from pion_server.commands.saving import save_default
 from pion_server.errors import CommandError, LogFailed
 from pion_server.state import ServerState
@@ -69,4 +69,4 @@ async def _compact(state: ServerState) -> None:
 
 
 def _complain(what: str, error: CommandError) -> None:
-    print(f"pion-server: {what}: {error}", file=sys.stderr, flush=True)
+    journal.complain(what.split()[0], f"{what}: {error}")

@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pion_server import __version__
+from pion_server import __version__, journal
 from pion_server.collector import look_once
 from pion_server.commands.dispatch import Dispatcher
 from pion_server.config import Config
@@ -28,6 +30,9 @@ from pion_server.tls_door import TlsDoor
 from pion_server.unix_door import open_unix_door
 from pion_server.wire.lane import binary_lane, resp_lane
 from pion_server.wire.server import Server
+
+if TYPE_CHECKING:
+    from pion_server.metrics_door import MetricsDoor
 
 # Descriptors beside the clients' own: log and snapshot files, the loop, the standard three.
 _SPARE_FILES = 256
@@ -63,11 +68,12 @@ def _check(config: Config) -> int:
 def _serve(config: Config) -> int:
     os.umask(0o077)
     keep_talking()
+    journal.choose(config.log_format)
     for notice in config.notices:
-        print(f"pion-server: {notice}", file=sys.stderr)
+        journal.complain("flag", notice)
     raise_file_limit(config.max_clients + _SPARE_FILES)
     doors = bind_doors(config)
-    tls = TlsDoor.of(config)
+    entrances = _Entrances(doors, TlsDoor.of(config), _metrics_door(config))
     try:
         state = open_state(config)
     except OSError as error:
@@ -83,20 +89,35 @@ def _serve(config: Config) -> int:
     crash_log.note_start(status.read())
     status.write("starting")
     try:
-        reason = _run_loop(config, state, doors, tls, status)
+        reason = _run_loop(config, state, entrances, status)
     except BaseException as error:
         status.write("failed")
         crash_log.note_exit(1, type(error).__name__)
         raise
     status.write("stopped")
     crash_log.note_exit(0, reason)
-    print(f"pion-server stopped ({reason})", flush=True)
+    journal.tell("stopped", f"pion-server stopped ({reason})", reason=reason)
     return 0
 
 
-def _run_loop(
-    config: Config, state: ServerState, doors: Doors, tls: TlsDoor | None, status: StatusFile
-) -> str:
+@dataclass(frozen=True, slots=True)
+class _Entrances:
+    """Where clients come in, all of them bound."""
+
+    doors: Doors
+    tls: TlsDoor | None
+    metrics: MetricsDoor | None
+
+
+def _metrics_door(config: Config) -> MetricsDoor | None:
+    if config.metrics_port is None:
+        return None
+    from pion_server.metrics_door import MetricsDoor
+
+    return MetricsDoor(config, config.metrics_port)
+
+
+def _run_loop(config: Config, state: ServerState, entrances: _Entrances, status: StatusFile) -> str:
     """Serve on uvloop where there is one; why the server stopped."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
@@ -104,13 +125,14 @@ def _run_loop(
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_serve_until_stopped(config, state, doors, tls, status))
+        return runner.run(_serve_until_stopped(config, state, entrances, status))
 
 
 async def _serve_until_stopped(
-    config: Config, state: ServerState, doors: Doors, tls: TlsDoor | None, status: StatusFile
+    config: Config, state: ServerState, entrances: _Entrances, status: StatusFile
 ) -> str:
     loop = asyncio.get_running_loop()
+    journal.watch_loop(loop)
     stopped: asyncio.Future[str] = loop.create_future()
 
     def stop(reason: str) -> None:
@@ -124,20 +146,26 @@ async def _serve_until_stopped(
     server = Server(
         dispatcher,
         max_clients=config.max_clients,
+        per_address=config.clients_per_address,
         output_limit=config.output_limit,
+        input_limit=config.max_request,
+        auth_timeout=config.auth_timeout,
     )
+    doors, tls, metrics = entrances.doors, entrances.tls, entrances.metrics
     start_listening(config, doors)
-    resp = resp_lane(dispatcher, config.max_request)
-    binary = binary_lane(dispatcher, config.max_request)
+    resp = resp_lane(dispatcher, config.max_request, config.stall_timeout)
+    binary = binary_lane(dispatcher, config.max_request, config.stall_timeout)
     for listener in doors.resp:
         server.listen(listener, resp)
     for listener in doors.binary:
         server.listen(listener, binary)
     if tls is not None:
-        await tls.open(server, resp, binary)
+        tls.open(server, resp, binary)
+    if metrics is not None:
+        await metrics.open(state, server, dispatcher.credentials)
     unix_door, notice = open_unix_door(config)
     if notice:
-        print(f"pion-server: {notice}", file=sys.stderr)
+        journal.complain("unix socket", notice)
     if unix_door is not None:
         for one in state.everybody:
             one.unix_socket = unix_door.path
@@ -146,7 +174,7 @@ async def _serve_until_stopped(
     for one in state.everybody:
         background += start_housekeeping(one)
     status.write("running")
-    _announce(config, state.port, tls)
+    _announce(config, state.port, entrances)
     start_preloading()
     # Everything made so far lives as long as the process: the collector need not look at it.
     gc.freeze()
@@ -155,8 +183,6 @@ async def _serve_until_stopped(
     status.write("stopping")
     if unix_door is not None:
         unix_door.remove()
-    if tls is not None:
-        tls.close()
     await server.stop()
     # A compaction of our own is waited for: its thread cannot be cancelled, and must not find
     # the stores closed.
@@ -170,11 +196,15 @@ async def _serve_until_stopped(
     return reason
 
 
-def _announce(config: Config, port: int, tls: TlsDoor | None) -> None:
+def _announce(config: Config, port: int, entrances: _Entrances) -> None:
     bind = LOOPBACK if config.tls_only else config.bind
-    secure = f", TLS on {config.bind}:{tls.doors.port}" if tls is not None else ""
-    print(
-        f"pion-server ready on {bind}:{port} "
-        f"(pid {os.getpid()}, version {__version__}, data {config.directory.resolve()}{secure})",
-        flush=True,
-    )
+    facts = [f"pid {os.getpid()}", f"version {__version__}", f"data {config.directory.resolve()}"]
+    fields: dict[str, object] = {"bind": bind, "port": port, "pid": os.getpid()}
+    if entrances.metrics is not None:
+        fields["metrics_port"] = entrances.metrics.port
+        facts.append(f"metrics on {bind}:{entrances.metrics.port}")
+    if entrances.tls is not None:
+        fields["tls_port"] = entrances.tls.doors.port
+        facts.append(f"TLS on {config.bind}:{entrances.tls.doors.port}")
+    text = f"pion-server ready on {bind}:{port} ({', '.join(facts)})"
+    journal.tell("ready", text, version=__version__, **fields)

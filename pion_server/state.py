@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from pion_server import journal
 from pion_server.attend.service import Attention
 from pion_server.config import Config, config_of, config_of_admin
+from pion_server.slowlog import SlowLog
 from pion_server.store.export import Exports
 from pion_server.store.keyspace import Keyspace
 from pion_server.store.lending import Lending
@@ -144,6 +145,7 @@ class ServerState:
     attend: Attention = field(init=False)
     total_fetches: int = 0
     short_fetches: int = 0
+    slowlog: SlowLog = field(default_factory=SlowLog)
     tenants: dict[bytes, ServerState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -222,8 +224,8 @@ def _open_one(config: Config, tenant: str = "") -> ServerState:
         )
     )
     for notice in stores.notices:
-        print(f"pion-server: {notice}", file=sys.stderr)
+        journal.complain("recovery", notice, tenant=tenant)
     replayed = sum(log.replayed for log in stores.logs)
     held = f"{len(stores.vstore.table)} sessions" + (f" of tenant {tenant}" if tenant else "")
-    print(f"WAL replayed {replayed} records, {held}", flush=True)
+    journal.tell("replayed", f"WAL replayed {replayed} records, {held}", records=replayed)
     return ServerState(config, stores, tenant)

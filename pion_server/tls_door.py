@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pion_server.config import Config
@@ -10,8 +10,6 @@ from pion_server.doors import Doors, bind_tls_doors, start_listening
 from pion_server.flags import ConfigError
 
 if TYPE_CHECKING:
-    import asyncio
-
     from pion_server.wire.lane import Lane
     from pion_server.wire.server import Server
 
@@ -23,7 +21,6 @@ class TlsDoor:
     config: Config
     doors: Doors
     context: Any
-    _serving: list[asyncio.Server] = field(default_factory=list)
 
     @classmethod
     def of(cls, config: Config) -> TlsDoor | None:
@@ -45,17 +42,12 @@ class TlsDoor:
         assert doors is not None
         return cls(config, doors, context)
 
-    async def open(self, server: Server, resp: Lane, binary: Lane) -> None:
+    def open(self, server: Server, resp: Lane, binary: Lane) -> None:
         """Let TLS clients in, to RESP and, one port above, to the binary lane."""
-        from pion_server.wire.tls import listen_with_tls
+        from pion_server.wire.tls import TlsListener
 
         start_listening(self.config, self.doors)
         for sockets, lane in ((self.doors.resp, resp), (self.doors.binary, binary)):
+            tls = TlsListener(server, lane, self.context)
             for listener in sockets:
-                listener.setblocking(False)
-                self._serving.append(await listen_with_tls(server, listener, lane, self.context))
-
-    def close(self) -> None:
-        """Let nobody in any more; connections go on."""
-        for one in self._serving:
-            one.close()
+                tls.listen(listener)

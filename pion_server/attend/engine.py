@@ -6,7 +6,6 @@ Everything here computes; what is held and for how long is `sessions`' business,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from pion_server import journal
 from pion_server.attend import portable, sparse
 from pion_server.attend.decode import Rows, Suffix
 from pion_server.attend.fallback import choose_operations
@@ -212,4 +212,4 @@ def _nbytes(arrays: tuple[F32, ...]) -> int:
 
 
 def _complain(text: str) -> None:
-    print(f"pion-server: {text}", file=sys.stderr, flush=True)
+    journal.complain("attention", text)

@@ -6,15 +6,15 @@ Everything a command must not forget happens here and nowhere else.
 from __future__ import annotations
 
 import asyncio
-import sys
-import traceback
+import math
+import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import CoroutineType
 from typing import Any
 
-from pion_server import commands
+from pion_server import commands, journal
 from pion_server.commands.frames import FRAMES
 from pion_server.commands.registry import (
     NAMESPACE_LIMIT,
@@ -63,7 +63,8 @@ class Dispatcher:
         self.state = state
         config = state.config
         passwords = {tenant.name: tenant.password for tenant in config.tenants}
-        self._credentials = Credentials(config.password, passwords)
+        self.credentials = Credentials(config.password, passwords)
+        self._slow = config.slowlog_ms / 1000 or math.inf
         self._strict = config.tenant_strict
         self._prefix = config.ns_prefix
         self._contexts: dict[int, Context] = {}
@@ -75,7 +76,7 @@ class Dispatcher:
 
     def connected(self, connection: Connection) -> None:
         self._enter(connection, None)
-        connection.authenticated = not self._credentials.needed
+        connection.authenticated = not self.credentials.needed
         self.state.connections[connection.id] = connection
 
     def _enter(self, connection: Connection, tenant: bytes | None) -> None:
@@ -85,7 +86,7 @@ class Dispatcher:
         connection.tenant = tenant
         connection.user = "default" if tenant is None else tenant.decode()
         self._contexts[connection.id] = Context(
-            state, connection, self._credentials, partial(self._enter, connection)
+            state, connection, self.credentials, partial(self._enter, connection)
         )
 
     def disconnected(self, connection: Connection) -> None:
@@ -96,8 +97,8 @@ class Dispatcher:
         for callback in connection.on_close:
             try:
                 callback()
-            except Exception:
-                traceback.print_exc(file=sys.stderr)
+            except Exception as error:
+                journal.fail("internal error", "internal error in on_close", error)
 
     def execute(
         self, connection: Connection, request: list[Buffer]
@@ -107,7 +108,8 @@ class Dispatcher:
         command = find_command(name)
         ctx = self._contexts[connection.id]
         ctx.state.commands_executed += 1
-        connection.used(command.name if command is not None else "unknown")
+        started = connection.used(command.name if command is not None else "unknown")
+        result: object
         try:
             if command is None:
                 if bytes(name[:8]).upper() in _HTTP:
@@ -125,10 +127,30 @@ class Dispatcher:
             _check_names(command, command.sids, args, "sid", SID_LIMIT, self._prefix)
             result = self._run(command, ctx, args)
             if ctx.state.config.fsync == "always" and command.writes_with(args):
-                return self._commit(command, ctx, result)
-            return result
+                result = self._commit(command, ctx, result)
         except Exception as error:
-            return _as_reply(error, command.name if command is not None else "?")
+            result = _as_reply(error, command.name if command is not None else "?")
+        if type(result) is CoroutineType:
+            return self._timed(ctx, args, started, result)
+        if time.monotonic() - started > self._slow:
+            self._note_slow(ctx, args, started)
+        return result
+
+    async def _timed(
+        self, ctx: Context, args: Args, started: float, result: Coroutine[Any, Any, object]
+    ) -> object:
+        value = await result
+        if time.monotonic() - started > self._slow:
+            self._note_slow(ctx, args, started)
+        return value
+
+    @staticmethod
+    def _note_slow(ctx: Context, args: Args, started: float) -> None:
+        connection = ctx.connection
+        name = connection.last_command
+        # An unknown one may be a mistyped AUTH.
+        shown = args if name != "unknown" else ()
+        ctx.state.slowlog.note(connection, name, shown, time.monotonic() - started)
 
     def execute_frame(
         self, connection: Connection, frame: Frame
@@ -138,7 +160,8 @@ class Dispatcher:
         name = command.name if command is not None else f"frame {frame.command:#04x}"
         ctx = self._contexts[connection.id]
         ctx.state.commands_executed += 1
-        connection.used(name)
+        started = connection.used(name)
+        result: object
         try:
             if not (connection.authenticated or (command is not None and command.open_to_all)):
                 raise AuthRequired("Authentication required.")
@@ -149,9 +172,15 @@ class Dispatcher:
             if command.sid is not None:
                 _check_name(name, command.sid(frame.body), "sid", SID_LIMIT, self._prefix)
             result = command.handler(ctx, frame.body)
-            return self._finish(name, result) if _is_unfinished(result) else result
+            if _is_unfinished(result):
+                result = self._finish(name, result)
         except Exception as error:
-            return _as_reply(error, name)
+            result = _as_reply(error, name)
+        if type(result) is CoroutineType:
+            return self._timed(ctx, [], started, result)
+        if time.monotonic() - started > self._slow:
+            self._note_slow(ctx, [], started)
+        return result
 
     @staticmethod
     def _check_permission(refused: bool) -> None:
@@ -262,7 +291,5 @@ def _as_reply(error: Exception, name: str) -> CommandError:
         return error
     if isinstance(error, MemoryError):
         return OutOfMemory(f"{name}: the process is out of memory")
-    print(f"internal error in {name}:", file=sys.stderr)
-    traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.flush()
+    journal.fail("internal error", f"internal error in {name}", error, command=name)
     return CommandError(f"internal error in {name}: {type(error).__name__}")

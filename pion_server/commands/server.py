@@ -16,6 +16,7 @@ from pion_server.commands.registry import (
 )
 from pion_server.config import Config
 from pion_server.errors import BadArgument, printable
+from pion_server.slowlog import MOST_ENTRIES
 from pion_server.wire.replies import NO_REPLY
 
 
@@ -99,6 +100,8 @@ def _parameters(config: Config, port: int) -> dict[str, str]:
         "maxmemory-policy": "allkeys-lru",
         "maxclients": str(config.max_clients),
         "timeout": "0",
+        "slowlog-log-slower-than": str(config.slowlog_ms * 1000 or -1),
+        "slowlog-max-len": str(MOST_ENTRIES),
         "proto-max-bulk-len": str(512 * 1024 * 1024),
         "vstore-sessions": str(config.vstore_sessions),
         "vstore-log": "yes" if config.vstore_log else "no",

@@ -88,6 +88,11 @@ class FrameParser:
         """Whether the stream stands inside a frame, as opposed to between two."""
         return self._command is not None or self._pos < len(self._data)
 
+    @property
+    def held(self) -> int:
+        """Bytes in memory of the body under way."""
+        return 0 if self._body is None else self._filled
+
     def next_request(self) -> Frame | None:
         """The next complete frame; None when more bytes are needed."""
         if self._first is not None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
-import time
 from collections.abc import Coroutine
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
+from pion_server import journal
 from pion_server.errors import CommandError
 from pion_server.wire.connection import Connection
 from pion_server.wire.lane import Lane
@@ -50,8 +49,11 @@ class Channel:
         self._fd = sock.fileno()
         self._lane = lane
         self._parser = lane.make_parser(server.scratch, lane.limits)
-        self._heard = 0.0  # when the last bytes came, on lanes where that matters
+        self.received = 0  # bytes of the request under way, as the server counts them
+        self.heard = 0.0  # when the last bytes of an incomplete request came
         self._watch: asyncio.TimerHandle | None = None
+        self._taken = 0.0  # when the client last took some of the replies that wait for it
+        self._known: bool | None = None  # whether it had authenticated at the last look
         self._busy = False  # a command is running off the loop
         self._ahead: Any = None  # the request behind it, or what is wrong with that
         self._reads_ahead = False  # it is still on its way
@@ -142,23 +144,38 @@ class Channel:
 
     def _limit_input(self) -> None:
         known = self.connection.authenticated
-        self._parser.limits = self._lane.limits if known else self._lane.unauthenticated
+        if known is not self._known:
+            self._known = known
+            self._parser.limits = self._lane.limits if known else self._lane.unauthenticated
+            self._server.note_known(self, known)
 
-    def _watch_silence(self, silence: float) -> None:
-        """While a request is incomplete its sender must not fall silent for that long."""
-        self._heard = self._loop.time()
+    def _await_rest(self) -> None:
+        """A request is incomplete: count what it holds; its sender must not fall silent."""
+        self.heard = self._loop.time()
+        self._watch_stall(self.heard + self._lane.silence)
+        self._server.note_received(self, self._parser.held)
+
+    def _watch_stall(self, deadline: float) -> None:
         if self._watch is None:
-            self._watch = self._loop.call_later(silence, self._check_silence, silence)
+            self._watch = self._loop.call_at(deadline, self._check_stall)
 
-    def _check_silence(self, silence: float) -> None:
+    def _check_stall(self) -> None:
+        """One timer for both directions; it asks no more often than it must."""
         self._watch = None
-        if self._busy or self._queued or self._ending or not self._parser.in_request:
+        if self._closed:
             return
-        left = self._heard + silence - self._loop.time()
-        if left > 0:
-            self._watch = self._loop.call_later(left, self._check_silence, silence)
-        else:
-            self.close()
+        resting = []
+        if self._writing:
+            resting.append(self._taken)
+        if self._parser.in_request and not (self._busy or self._queued or self._ending):
+            resting.append(self.heard)
+        if resting:
+            deadline = min(resting) + self._lane.silence
+            if deadline > self._loop.time():
+                self._watch_stall(deadline)
+            else:
+                self._server.stalled += 1
+                self.close()
 
     # Executing
 
@@ -184,8 +201,10 @@ class Channel:
                     self._ending = True
                 else:
                     self._read(True)
-                    if self._lane.silence is not None and self._parser.in_request:
-                        self._watch_silence(self._lane.silence)
+                    if self._parser.in_request:
+                        self._await_rest()
+                    elif self.received:
+                        self._server.note_received(self, 0)
                 break
             turn -= 1
             self._execute(request)
@@ -233,6 +252,10 @@ class Channel:
 
     # Writing
 
+    def _on_writable(self) -> None:
+        self._taken = self._loop.time()
+        self._flush()
+
     def _flush(self) -> None:
         if self._closed:
             return None
@@ -251,7 +274,9 @@ class Channel:
             if done:
                 self._loop.remove_writer(self._fd)
             else:
-                self._loop.add_writer(self._fd, self._flush)
+                self._loop.add_writer(self._fd, self._on_writable)
+                self._taken = self._loop.time()
+                self._watch_stall(self._taken + self._lane.silence)
             self._writing = not done
         if done and self._ending and not self._busy:
             self._say_goodbye()
@@ -295,9 +320,9 @@ class Channel:
             self._read(False)
         return None
 
-    def drop(self) -> None:
-        """Close a client that lets its replies pile up."""
-        _complain(self.connection, f"does not read: {self.outbox.held} reply bytes dropped")
+    def drop(self, reason: str) -> None:
+        """Close a client that takes more than its part, and say so."""
+        _complain(self.connection, reason)
         self.close()
 
     def close(self) -> None:
@@ -312,6 +337,7 @@ class Channel:
             self._watch.cancel()
         self.outbox.abandon()
         self._server.note_queued(self)
+        self._server.note_received(self, 0)
         self._sock.close()
         # A command still running keeps its connection: what it began must end before on_close.
         if not self._busy:
@@ -319,7 +345,4 @@ class Channel:
 
 
 def _complain(connection: Connection, text: str) -> None:
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
-    print(
-        f"{stamp} client {connection.id} {connection.address}: {text}", file=sys.stderr, flush=True
-    )
+    journal.complain_of_client("client", connection.id, connection.address, text)

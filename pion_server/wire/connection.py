@@ -35,7 +35,8 @@ class Connection:
     # Called once each, when the connection is gone: an open fill ends with its owner.
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
-    def used(self, command: str) -> None:
-        """Note the command being executed, for CLIENT LIST."""
+    def used(self, command: str) -> float:
+        """Note the command being executed, for CLIENT LIST; the time, as `time.monotonic`."""
         self.last_command = command
-        self.last_command_at = time.monotonic()
+        self.last_command_at = now = time.monotonic()
+        return now

@@ -15,8 +15,8 @@ from pion_server.wire.resp import UNAUTHENTICATED, Limits, RequestParser
 
 Answer: TypeAlias = object | Coroutine[Any, Any, object]
 
-# Seconds an incomplete frame may stay silent: clients give up after as long.
-_FRAME_SILENCE = 60.0
+# Seconds half a request may stay silent, and replies untaken: clients give up after as long.
+_SILENCE = 60.0
 
 
 class Service(Protocol):
@@ -49,12 +49,17 @@ class Parser(Protocol):
     @property
     def in_request(self) -> bool: ...
 
+    @property
+    def held(self) -> int:
+        """Bytes in memory of the incomplete request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     """One protocol. `encode(value, version)` makes a reply; `refuse(text)` a last one, or none.
 
-    `silence`: seconds without a byte after which an incomplete request ends its connection.
+    `silence`: seconds after which an incomplete request of which nothing more comes, or replies of
+    which nothing more is taken, end the connection.
     """
 
     make_parser: Callable[[memoryview, Limits], Parser]
@@ -64,10 +69,10 @@ class Lane:
     limits: Limits
     unauthenticated: Limits
     too_many_clients: bytes = b""
-    silence: float | None = None
+    silence: float = _SILENCE
 
 
-def resp_lane(service: Service, max_request: int) -> Lane:
+def resp_lane(service: Service, max_request: int, silence: float = _SILENCE) -> Lane:
     """RESP2 and RESP3; `max_request` bytes."""
     return Lane(
         make_parser=RequestParser,
@@ -77,10 +82,11 @@ def resp_lane(service: Service, max_request: int) -> Lane:
         limits=Limits(request=max_request),
         unauthenticated=UNAUTHENTICATED,
         too_many_clients=b"-ERR max number of clients reached\r\n",
+        silence=silence,
     )
 
 
-def binary_lane(service: Service, max_request: int, silence: float = _FRAME_SILENCE) -> Lane:
+def binary_lane(service: Service, max_request: int, silence: float = _SILENCE) -> Lane:
     """Frames. A broken one closes without a word: its sender could not tell it from a reply."""
     return Lane(
         make_parser=binary.FrameParser,

@@ -21,6 +21,8 @@ SCRATCH = 64 * 1024
 _STAR, _DOLLAR = b"*$"
 # `$536870912` and its CRLF: no valid header line is longer.
 _HEADER_WINDOW = 14
+# What an argument takes beside its bytes.
+_ARGUMENT = 48
 # Most lengths, read without any arithmetic.
 _SHORT = {b"%d" % length: length for length in range(256)}
 
@@ -114,6 +116,14 @@ class RequestParser:
     def in_request(self) -> bool:
         """Whether the stream stands inside a request, as opposed to between two."""
         return bool(self._missing or self._pos < len(self._data))
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory of the request under way, about."""
+        if not self._missing:
+            return 0
+        coming = 0 if self._bulk is None else self._bulk.length - self._bulk.filled
+        return self._size + _ARGUMENT * len(self._args) - coming
 
     def next_request(self) -> list[Buffer] | None:
         """The next complete request, never empty; None when more bytes are needed."""

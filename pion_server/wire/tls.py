@@ -8,16 +8,19 @@ more than a few hundred kilobytes a direction: whoever does not read stops the o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
-from collections.abc import Callable
 from typing import Any, cast
 
 from pion_server.wire.lane import Lane
-from pion_server.wire.server import Server
+from pion_server.wire.resp import fresh_buffer
+from pion_server.wire.server import Address, Server
 
 # Seconds a client has for its handshake, and a closing one for its goodbye.
 _HANDSHAKE = 10.0
+# Handshakes under way at one port: strangers all of them, each with buffers of its own.
+MOST_HANDSHAKES = 512
 _GOODBYE = 2.0
 _BUFFER = 256 * 1024
 # Encrypted bytes that may wait for a client before its channel has to.
@@ -38,18 +41,43 @@ def server_context(certificate: str, key: str, clients: str | None = None) -> ss
     return context
 
 
-async def listen_with_tls(
-    server: Server, listener: socket.socket, lane: Lane, context: ssl.SSLContext
-) -> asyncio.Server:
-    """Serve `lane` to TLS clients of a bound socket; close what is returned to stop."""
-    made: Callable[[], asyncio.BufferedProtocol] = lambda: _Bridge(server, lane)  # noqa: E731
-    return await server.loop.create_server(
-        made,
-        sock=listener,
-        ssl=context,
-        ssl_handshake_timeout=_HANDSHAKE,
-        ssl_shutdown_timeout=_GOODBYE,
-    )
+class TlsListener:
+    """Lets in TLS clients of one lane: a handshake, then a bridge."""
+
+    def __init__(self, server: Server, lane: Lane, context: ssl.SSLContext) -> None:
+        self._server = server
+        self._lane = lane
+        self._context = context
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
+
+    def listen(self, listener: socket.socket) -> None:
+        """Serve a bound and listening socket; it is the server's to close."""
+        self._server.listen(listener, self._lane, self._admit)
+
+    def _admit(self, sock: socket.socket, _: Address) -> None:
+        if len(self._handshakes) >= MOST_HANDSHAKES:
+            # Whoever means it is done in no time: the oldest has had the most.
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
+        sock.setblocking(False)
+        task = self._server.loop.create_task(self._shake_hands(sock))
+        self._handshakes[task] = None
+        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+
+    async def _shake_hands(self, sock: socket.socket) -> None:
+        try:
+            await self._server.loop.connect_accepted_socket(
+                lambda: _Bridge(self._server, self._lane),
+                sock,
+                ssl=self._context,
+                ssl_handshake_timeout=_HANDSHAKE,
+                ssl_shutdown_timeout=_GOODBYE,
+            )
+        except (OSError, asyncio.CancelledError):  # no TLS client, or none in time
+            # The transport closes it, but waits for the client's goodbye if nobody ends that.
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 class _Bridge(asyncio.BufferedProtocol):
@@ -59,13 +87,13 @@ class _Bridge(asyncio.BufferedProtocol):
         self._server = server
         self._lane = lane
         self._loop = server.loop
-        self._buffer = memoryview(bytearray(_BUFFER))
         self._left = memoryview(b"")  # what the channel's socket has not taken yet
         self._ended = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_WAITING)
+        self._buffer = fresh_buffer(_BUFFER)
         self._inner, outer = socket.socketpair()
         self._inner.setblocking(False)
         peer: Any = transport.get_extra_info("peername")

@@ -94,6 +94,7 @@ _RESP: Final[Mapping[str, str]] = {
     "SETEX": "{ns} 1000 5",
     "SETNX": "{ns} 5",
     "SHUTDOWN": "NEVER",
+    "SLOWLOG": "LEN",
     "SSM.PREFIX.DROP": "{ns} 7",
     "SSM.PREFIX.FETCH": "{ns} 0",
     "SSM.PREFIX.STORE": "{ns} 0 state",

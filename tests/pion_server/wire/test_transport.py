@@ -189,7 +189,7 @@ def test_http_is_hung_up_on(alone: ServerProcess, word: str) -> None:
 def test_an_http_get_stops_at_its_host_line(alone: ServerProcess) -> None:
     client = alone.client()
     client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\nT.WRITE here evil\r\n\r\n")
-    assert str(client.read()) == "ERR unknown command 'GET'"
+    assert str(client.read()).startswith("ERR ")
     assert client.at_end()
     assert alone.client().call("T.WRITTEN") == []
 
