@@ -5,7 +5,8 @@ The newest result of each eval in FOLDER replaces the one in ``docs/results``; f
 are written:
 
     <!-- result: NAME N -->
-    the table number N (from 0) of that eval's result, and where it was measured
+    the table number N (from 0) of that eval's result (`bleu`) or benchmark's
+    (`bench-stage2`), and where it was measured
     <!-- end of result -->
 
 A test holds the pages to the files, so a number can only change together with its result.
@@ -41,10 +42,10 @@ PAGES: Mapping[Path, Collection] = {
     ROOT / "docs" / "benchmarks.md": BENCHES,
 }
 #: Benchmarks of figures alone that README or docs name.
-NAMED = ("bench-blas", "bench-stage2")
+NAMED = ("bench-blas",)
 
 _BLOCK = re.compile(
-    r"(<!-- result: (?P<name>\w+) (?P<number>\d+) -->\n)(?P<body>.*?)(<!-- end of result -->)",
+    r"(<!-- result: (?P<name>[\w-]+) (?P<number>\d+) -->\n)(?P<body>.*?)(<!-- end of result -->)",
     re.DOTALL,
 )
 
@@ -82,7 +83,7 @@ def render_pages() -> dict[Path, str]:
         page: render_report(newest_results(PUBLISHED, of), "results/", of)
         for page, of in PAGES.items()
     }
-    by_name = {one["name"].removeprefix("eval-"): one for one in newest_results(PUBLISHED)}
+    by_name = {one["name"].removeprefix(EVALS.prefix): one for one in _documents(PUBLISHED)}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         if path not in PAGES and _BLOCK.search(text):
@@ -125,8 +126,12 @@ def load_result(name: str) -> dict[str, Any]:
 
 def _origin(document: Mapping[str, Any]) -> str:
     part = "" if document["fraction"] == 1 else f" --fraction {document['fraction']:g}"
-    name = document["name"].removeprefix("eval-")
+    name = document["name"].removeprefix(EVALS.prefix)
+    command = f"evals {name}{part}"
+    if name.startswith(BENCHES.prefix):
+        command = f"evals.bench {name.removeprefix(BENCHES.prefix)}"
+    about = f", {document['model']}" if document["model"] else ""
     return (
-        f"`python -m evals {name}{part}`, {document['model']}; measured here, CPU:"
+        f"`python -m {command}`{about}; measured here, CPU:"
         f" {describe_in_words(document['machine'])}."
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import evals.bench
-from evals.findings import Findings
+from evals.findings import NOT_MEASURED, Findings
 from evals.provenance import RESULTS, describe_in_words, describe_machine, save_result
 from evals.registry import load_module, module_names, title_of
 from evals.report import BENCHES, write_report
@@ -41,7 +41,8 @@ def run_bench(name: str) -> bool:
         if isinstance(found, Findings):
             show_tables(found)
             found = found.as_document()
-            facts = {"title": title_of(module), "model": "", "fraction": 1, "seed": 0}
+            model = found["model"] or ""
+            facts = {"title": title_of(module), "model": model, "fraction": 1, "seed": 0}
             facts["seconds"] = time.perf_counter() - started
         path = save_result(f"bench-{name}", machine, found, RESULTS, **facts)
     except Exception:
@@ -53,17 +54,22 @@ def run_bench(name: str) -> bool:
 
 
 def show_tables(findings: Findings) -> None:
-    """Print the tables as people read them."""
+    """Print the tables as people read them, and each bar with its bound and whether it holds."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # Lines of a log are as long as they have to be.
+    console = Console(width=None if sys.stdout.isatty() else 160)
     for one in findings.tables:
         table = Table(*map(str, one.columns), title=one.title, box=box.SIMPLE_HEAD)
         for row in one.rows:
             table.add_row(*("-" if cell is None else str(cell) for cell in row))
         console.print(table)
+    for bar in findings.bars:
+        verdict = "holds" if bar.holds else "MISSED"
+        measured = NOT_MEASURED if bar.measured is None else f"{bar.measured:.3g}"
+        print(f"bar: {bar.what}: {measured}, at least {bar.least:g}: {verdict}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,8 +19,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from evals.findings import Bar, Findings, Table
 from evals.needles import found_by, plant_needles
-from evals.rounds import interleave, medians
+from evals.rounds import interleave, medians, ratio_of
 from evals.serving import Caller, local_server
 
 F32: TypeAlias = NDArray[np.float32]
@@ -35,17 +36,19 @@ SPARSE_RATIO = 10.0
 NEEDLES = 100
 
 
-def run(rounds: int = 100) -> Mapping[str, Any]:
+def run(rounds: int = 100) -> Findings:
     """Seconds of each contestant, the ratios with their bars, bytes sent, needles found."""
     with local_server() as server:
         wire = _Wire(server.port)
-        return {
-            "rounds": rounds,
-            "query": _compare_query(wire, rounds),
-            "reuse": _compare_reuse(wire, max(rounds // 10, 3)),
-            "query_bytes": _count_bytes(wire),
-            "blocks": _compare_blocks(wire, max(rounds // 4, 3)),
-        }
+        return _findings(
+            {
+                "rounds": rounds,
+                "query": _compare_query(wire, rounds),
+                "reuse": _compare_reuse(wire, max(rounds // 10, 3)),
+                "query_bytes": _count_bytes(wire),
+                "blocks": _compare_blocks(wire, max(rounds // 4, 3)),
+            }
+        )
 
 
 class _Wire(Caller):
@@ -77,13 +80,13 @@ def _compare_query(wire: _Wire, rounds: int) -> dict[str, Any]:
         {"bare MLX": bare, "QUERY": lambda: wire(*words), "PING": lambda: wire("PING")},
         rounds,
     )
-    ratios = {}
-    for name, typical in (("median", medians(seconds)), ("quiet", _quiet(seconds))):
-        allowed = RATIO * typical["bare MLX"] + MARGIN
-        ratios[name] = typical["QUERY"] / allowed
-        figures = ", ".join(f"{who} {value * 1e6:.0f} us" for who, value in typical.items())
-        print(f"{name}: {figures}; allowed {allowed * 1e6:.0f} us")
-    return {"seconds": seconds, "ratio_to_allowed": ratios}
+    allowed = [RATIO * bare_seconds + MARGIN for bare_seconds in seconds["bare MLX"]]
+    quiet = _quiet(seconds)
+    return {
+        "seconds": seconds,
+        "allowed": ratio_of(allowed, seconds["QUERY"]),
+        "allowed_quiet": (RATIO * quiet["bare MLX"] + MARGIN) / quiet["QUERY"],
+    }
 
 
 def _compare_reuse(wire: _Wire, rounds: int) -> dict[str, Any]:
@@ -100,12 +103,10 @@ def _compare_reuse(wire: _Wire, rounds: int) -> dict[str, Any]:
             wire(*one_shot)
 
     seconds = interleave({"STORE + 10 QUERY": resident, "10 QUERYBATCH": resent}, rounds)
-    middle = medians(seconds)
-    ratio = middle["10 QUERYBATCH"] / middle["STORE + 10 QUERY"]
-    for name, value in middle.items():
-        print(f"{name}: {value * 1e3:.1f} ms", end=", ")
-    print(f"{ratio:.1f}x (bar {REUSE}x)")
-    return {"seconds": seconds, "ratio": ratio, "bar": REUSE}
+    return {
+        "seconds": seconds,
+        "gain": ratio_of(seconds["10 QUERYBATCH"], seconds["STORE + 10 QUERY"]),
+    }
 
 
 def _count_bytes(wire: _Wire) -> dict[int, int]:
@@ -120,7 +121,6 @@ def _count_bytes(wire: _Wire) -> dict[int, int]:
         sizes[tokens] = sum(
             len(word if isinstance(word, memoryview) else str(word)) for word in words
         )
-    print("QUERY bytes by prefix length:", sizes)
     return sizes
 
 
@@ -143,12 +143,53 @@ def _compare_blocks(wire: _Wire, rounds: int) -> dict[str, Any]:
     seconds = interleave(
         {"dense": lambda: dense(queries[0]), "blocks": lambda: sparse(queries[0])}, rounds
     )
-    middle = medians(seconds)
-    ratio = middle["dense"] / middle["blocks"]
-    print(f"N={LONG_TOKENS}: dense {middle['dense'] * 1e3:.1f} ms", end=", ")
-    print(f"{BLOCKS} blocks of {BLOCK} {middle['blocks'] * 1e3:.2f} ms", end=", ")
-    print(f"{ratio:.0f}x (bar {SPARSE_RATIO:.0f}x); needles found {found} of {NEEDLES}")
-    return {"seconds": seconds, "ratio": ratio, "bar": SPARSE_RATIO, "needles_found": found}
+    gain = ratio_of(seconds["dense"], seconds["blocks"])
+    return {"seconds": seconds, "gain": gain, "needles_found": found}
+
+
+def _findings(figures: Mapping[str, Any]) -> Findings:
+    query, reuse, blocks = (figures[name] for name in ("query", "reuse", "blocks"))
+    sizes = figures["query_bytes"]
+    rows = [
+        (f"{what}: {who}", f"{value * 1e3:,.3f} ms", f"{quiet[who] * 1e3:,.3f} ms")
+        for what, seconds in (
+            (f"H={HEADS}, N={TOKENS}, D={DIM}", query["seconds"]),
+            ("K and V kept or sent", reuse["seconds"]),
+            (f"N={LONG_TOKENS}, {BLOCKS} blocks of {BLOCK}", blocks["seconds"]),
+        )
+        for quiet in [_quiet(seconds)]
+        for who, value in medians(seconds).items()
+    ]
+    ratios = [
+        (f"{RATIO} bare MLX + {MARGIN * 1e6:.0f} us / QUERY", query["allowed"]),
+        ("10 QUERYBATCH / STORE + 10 QUERY", reuse["gain"]),
+        (f"dense / {BLOCKS} blocks of {BLOCK}", blocks["gain"]),
+    ]
+    tables = [
+        Table("Over loopback, one connection", ("contestant", "median", "quiet tenth"), rows),
+        Table(
+            "Ratios, median of the rounds' own",
+            ("ratio", "median", "95%"),
+            [
+                (name, f"{one['ratio']:.2f}x", f"{one['low']:.2f} to {one['high']:.2f}")
+                for name, one in ratios
+            ],
+            "Bytes of a QUERY by prefix length: "
+            + ", ".join(f"{tokens:,}: {count:,}" for tokens, count in sizes.items())
+            + f". Needles found: {blocks['needles_found']} of {NEEDLES}.",
+        ),
+    ]
+    wanted = (1.0, REUSE, SPARSE_RATIO)
+    bars = [
+        Bar(name, one["high"], least, decides=False)
+        for (name, one), least in zip(ratios, wanted, strict=True)
+    ]
+    bars += [
+        Bar(f"{ratios[0][0]}, quiet tenth", query["allowed_quiet"], 1.0, decides=False),
+        Bar("bytes of a QUERY, least / most", min(sizes.values()) / max(sizes.values()), 1.0),
+        Bar(f"needles found of {NEEDLES}", blocks["needles_found"], NEEDLES),
+    ]
+    return Findings(figures, tables, bars=bars)
 
 
 def _quiet(seconds: Mapping[str, list[float]]) -> dict[str, float]:

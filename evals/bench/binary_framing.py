@@ -23,7 +23,8 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.rounds import interleave, medians
+from evals.findings import Bar, Findings, Table
+from evals.rounds import interleave, medians, ratio_of
 from pion_server.commands import attend
 from pion_server.commands.frames import FRAMES
 from pion_server.wire.binary import FrameParser, encode_frame
@@ -36,6 +37,8 @@ from pion_vllm_mlx.transport.resp import RespConnection
 
 PREFIX = 1024
 ROUNDS, FRAMINGS = 300, 5
+#: RESP's framing to the binary lane's, which is to be a fifth cheaper.
+CHEAPER = 1 / 0.8
 SHAPES = {
     "8 KB: 9/3 x 64, suffix 4": (9, 3, 64, 4),
     "64 KB: 9/3 x 64, suffix 40": (9, 3, 64, 40),
@@ -83,11 +86,8 @@ class Query:
         )
 
 
-def run() -> Mapping[str, Any]:
-    """Microseconds and the ratios binary / RESP, by shape: framing, then the whole call."""
-    print(f"{'':<30}{'framing us':>18}{'':>25}{'whole call us':>18}")
-    columns = ("RESP", "binary", "ratio", "copies", "without", "RESP", "binary", "ratio")
-    print(f"{'':<30}" + "".join(f"{column:>9}" for column in columns))
+def run() -> Findings:
+    """Microseconds and the ratios RESP / binary, by shape: framing, then the whole call."""
     results: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="pion-bench-") as name,
@@ -99,24 +99,52 @@ def run() -> Mapping[str, Any]:
                 framing = _compare(contestants, FRAMINGS)
             call = _compare(_calls(server, query), 1)
             copies = framing["copies"]
-            framing["without"] = (framing["binary"] - copies) / (framing["RESP"] - copies)
+            framing["without"] = (framing["RESP"] - copies) / (framing["binary"] - copies)
             results[title] = {"framing": framing, "call": call}
-            cells = [framing[name] for name in columns[:5]] + [call[name] for name in columns[5:]]
-            shown = (f"{cell:>9.2f}" if cell < 10 else f"{cell:>9.1f}" for cell in cells)
-            print(f"{title:<30}{''.join(shown)}", flush=True)
-    return {"rounds": ROUNDS, "prefix": PREFIX, "shapes": results}
+    return _findings(results)
 
 
-def _compare(contestants: Mapping[str, Callable[[], object]], times: int) -> dict[str, float]:
-    """Median microseconds a call, and the ratio binary / RESP of the medians."""
+def _findings(results: Mapping[str, Any]) -> Findings:
+    rows, bars = [], []
+    for title, one in results.items():
+        framing, call = one["framing"], one["call"]
+        times = (
+            framing["RESP"],
+            framing["binary"],
+            framing["copies"],
+            call["RESP"],
+            call["binary"],
+        )
+        shown = [f"{micros:,.1f} us" for micros in times]
+        gains = [framing["gain"]["ratio"], framing["without"], call["gain"]["ratio"]]
+        rows.append((title, *shown, *(f"{gain:.2f}" for gain in gains)))
+        bars += [
+            Bar(
+                f"framing without copies, RESP / binary, {title}",
+                framing["without"],
+                CHEAPER,
+                False,
+            ),
+            Bar(f"whole call, RESP / binary, {title}", call["gain"]["high"], 1.0, False),
+        ]
+    columns = (
+        *("query", "framing, RESP", "binary", "copies alone", "whole call, RESP", "binary"),
+        *("framing, RESP / binary", "without copies", "call, RESP / binary"),
+    )
+    figures = {"rounds": ROUNDS, "prefix": PREFIX, "shapes": results}
+    return Findings(figures, [Table("QUERY_FUSED on both lanes", columns, rows)], bars=bars)
+
+
+def _compare(contestants: Mapping[str, Callable[[], object]], times: int) -> dict[str, Any]:
+    """Median microseconds a call, and `gain`, the ratio RESP / binary with its interval."""
 
     def repeat(call: Callable[[], object]) -> Callable[[], object]:
         return lambda: [call() for _ in range(times)]
 
     repeated = {name: repeat(call) for name, call in contestants.items()}
-    middle = medians(interleave(repeated, ROUNDS))
-    micros = {name: value / times * 1e6 for name, value in middle.items()}
-    return {**micros, "ratio": micros["binary"] / micros["RESP"]}
+    seconds = interleave(repeated, ROUNDS)
+    micros = {name: value / times * 1e6 for name, value in medians(seconds).items()}
+    return {**micros, "gain": ratio_of(seconds["RESP"], seconds["binary"])}
 
 
 # --- the whole call ----------------------------------------------------------------------------
@@ -210,8 +238,8 @@ def _framings(query: Query) -> Iterator[dict[str, Callable[[], object]]]:
     lane = BinaryLane("127.0.0.1", port)
 
     with (
-        mock.patch.object(resp, "Channel", new=wires["RESP"].open),
-        mock.patch.object(binary, "Channel", new=wires["binary"].open),
+        mock.patch.object(resp, "open_channel", new=wires["RESP"].open),
+        mock.patch.object(binary, "open_channel", new=wires["binary"].open),
     ):
         yield {
             "RESP": lambda: query.over_resp(connection),

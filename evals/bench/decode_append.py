@@ -18,7 +18,8 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from evals.rounds import interleave, medians
+from evals.findings import Bar, Findings, Table
+from evals.rounds import interleave, medians, ratio_of
 from pion_vllm_mlx.decode_session import DecodeSession
 from pion_vllm_mlx.local_server import LocalServer
 from pion_vllm_mlx.transport import Command, Patience
@@ -109,7 +110,7 @@ def counted() -> Iterator[Traffic]:
         yield traffic
 
 
-def run() -> Mapping[str, Any]:
+def run() -> Findings:
     """Bytes up and down and median microseconds of a step, by suffix length and way."""
     results: dict[str, Any] = {}
     with (
@@ -125,32 +126,36 @@ def run() -> Mapping[str, Any]:
                 with counted() as traffic:
                     ask()
                 sizes[way] = traffic.sent, traffic.received
-            micros = {
-                way: seconds * 1e6 for way, seconds in medians(interleave(ways, ROUNDS)).items()
+            seconds = interleave(ways, ROUNDS)
+            results[str(length)] = {
+                "bytes": sizes,
+                "micros": {way: value * 1e6 for way, value in medians(seconds).items()},
+                "gain": ratio_of(seconds["sent, binary"], seconds["kept, binary"]),
             }
-            results[str(length)] = {"bytes": sizes, "micros": micros}
-            print(f"suffix {length}:")
-            for way, (sent, received) in sizes.items():
-                print(f"  {way:<14}{sent:>10,} bytes up {received:>7,} down{micros[way]:>10.0f} us")
-    # RESP writes numbers in decimals: 4,096 has two digits more than 16.
-    spread = {
-        way: max(sizes) - min(sizes)
-        for way in ("kept, RESP", "kept, binary")
-        for sizes in [[sum(result["bytes"][way]) for result in results.values()]]
-    }
-    print(f"bytes of a step differ over these lengths by: {spread}")
-    ratios = {
-        length: result["micros"]["kept, binary"] / result["micros"]["sent, binary"]
+    return _findings(results)
+
+
+def _findings(results: Mapping[str, Any]) -> Findings:
+    rows = [
+        (length, way, sent, received, f"{result['micros'][way]:,.0f} us")
         for length, result in results.items()
-    }
-    print("kept / sent, binary:", ", ".join(f"{k}: {v:.2f}" for k, v in ratios.items()))
-    return {
-        "rounds": ROUNDS,
-        "prefix": PREFIX,
-        "lengths": results,
-        "bytes_spread": spread,
-        "kept_to_sent": ratios,
-    }
+        for way, (sent, received) in result["bytes"].items()
+    ]
+    columns = "suffix, tokens", "suffix and lane", "bytes up", "bytes down", "a step, median"
+    last = str(LENGTHS[-1])
+    bars = [
+        Bar("bytes of a kept step, least / most, binary", _evenness(results, "kept, binary"), 1.0),
+        # RESP writes numbers in decimals: 4,096 has two digits more than 16.
+        Bar("bytes of a kept step, least / most, RESP", _evenness(results, "kept, RESP"), 0.99),
+        Bar(f"sent / kept at {last}, binary", results[last]["gain"]["high"], 1.0, decides=False),
+    ]
+    figures = {"rounds": ROUNDS, "prefix": PREFIX, "lengths": results}
+    return Findings(figures, [Table("A decode step of one layer", columns, rows)], bars=bars)
+
+
+def _evenness(results: Mapping[str, Any], way: str) -> float:
+    sizes: list[int] = [sum(result["bytes"][way]) for result in results.values()]
+    return min(sizes) / max(sizes)
 
 
 def _compare_answers(answers: Mapping[str, F32]) -> None:

@@ -3,7 +3,7 @@
 The design's workload in small: prompts of about 512 tokens, questions after each, every question
 asked once on every lane, in turns. *RESP* and *binary lane*: the process holds no prefix; each
 layer asks the server, for the first token and for those after it. *in process*: the prefix is held
-here. *held cache*: a copy of the KVCache that vanilla mlx-lm prefilled, as good as it gets.
+here. *a held cache*: a copy of the KVCache that vanilla mlx-lm prefilled, as good as it gets.
 *vanilla* prefills prompt and question; it takes the longest and runs for the first question of each
 prompt only.
 
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
+from evals.findings import Bar, Cell, Findings, Table
 from evals.serving import SERVER_FLAGS, run_name, server_port
 from evals.setting import Setting
 from evals.speaking import speak
@@ -31,8 +32,8 @@ from pion_vllm_mlx import PionPromptCache, make_pion_prompt_cache
 from pion_vllm_mlx.mlx_lm_patch import pion_attention_patch
 
 PROMPTS, QUERIES, LENGTH, DECODED = 2, 5, 512, 8
-VANILLA, HELD = "vanilla", "held cache (upper bound)"
-RESP, BINARY, IN_PROCESS = "RESP", "binary lane", "in process"
+VANILLA, HELD = "vanilla prefill", "a held cache, copied"
+RESP, BINARY, IN_PROCESS = "server, RESP", "server, binary lane", "in process"
 
 
 @dataclass
@@ -53,9 +54,10 @@ def run(
     length: int = LENGTH,
     model: str | None = None,
     port: int | None = None,
-) -> Mapping[str, Any]:
-    """Measure on the server at `port` or on one of its own, print the table, return the figures."""
-    loaded, tokenizer = Setting(model).load()
+) -> Findings:
+    """Measure on the server at `port` or on one of its own: figures of every lane."""
+    setting = Setting(model)
+    loaded, tokenizer = setting.load()
     measured: dict[str, list[_Lane]] = {}
     vanilla: list[float] = []
     with server_port(port, *SERVER_FLAGS) as found, pion_attention_patch():
@@ -73,7 +75,7 @@ def run(
                     _ask_all(lanes, loaded, tokenizer, suffix)
             for lane, one in lanes.items():
                 measured.setdefault(lane, []).append(one)
-    return _summarise(measured, vanilla)
+    return _findings(setting.model_name, length, measured, vanilla)
 
 
 def _open_lanes(
@@ -125,32 +127,67 @@ def _ask_all(lanes: dict[str, _Lane], model: Any, tokenizer: Any, suffix: list[i
             lane.later.append((more.seconds - more.first_seconds) / (len(more.tokens) - 1))
 
 
-def _summarise(measured: dict[str, list[_Lane]], vanilla: list[float]) -> dict[str, Any]:
+def _findings(
+    model: str, length: int, measured: Mapping[str, list[_Lane]], vanilla: list[float]
+) -> Findings:
     cold = mean(vanilla)
     figures: dict[str, Any] = {VANILLA: {"ttft_mean_ms": cold * 1e3, "requests": len(vanilla)}}
-    print(f"{'lane':<26}{'TTFT mean':>11}{'p50':>10}{'calls':>7}{'ms each':>9}", end="")
-    print(f"{'vs vanilla':>12}{'a token':>10}{'first tokens':>14}")
-    print(f"{VANILLA:<26}{cold * 1e3:>8.1f} ms")
+    rows: list[Sequence[Cell]] = [(VANILLA, _ms(cold), *[None] * 6)]
     for lane, parts in measured.items():
         first = [one for part in parts for one in part.first]
         later = [one for part in parts for one in part.later]
         calls = sum(count for part in parts for count, _ in part.called)
         waited = sum(ms for part in parts for _, ms in part.called)
-        figures[lane] = one = {
+        agreed = sum(part.agreed for part in parts)
+        figures[lane] = {
             "ttft_mean_ms": mean(first) * 1e3,
             "ttft_p50_ms": median(first) * 1e3,
             "calls_a_request": calls / len(first),
             "ms_a_call": waited / calls if calls else 0.0,
             "sooner_than_vanilla": cold / mean(first),
             "token_p50_ms": median(later) * 1e3 if later else 0.0,
-            "first_tokens_agree": sum(part.agreed for part in parts),
+            "first_tokens_agree": agreed,
             "requests": len(first),
         }
-        print(
-            f"{lane:<26}{one['ttft_mean_ms']:>8.1f} ms{one['ttft_p50_ms']:>7.1f} ms"
-            f"{one['calls_a_request']:>7.0f}{one['ms_a_call']:>9.2f}"
-            f"{one['sooner_than_vanilla']:>11.2f}x{one['token_p50_ms']:>7.1f} ms"
-            f"{one['first_tokens_agree']:>10}/{one['requests']}",
-            flush=True,
+        rows.append(
+            (
+                *(lane, _ms(mean(first)), _ms(median(first)), f"{calls / len(first):.0f}"),
+                f"{waited / calls:.1f} ms" if calls else None,
+                *(f"{cold / mean(first):.1f}x", _ms(median(later)) if later else None),
+                f"{agreed}/{len(first)}",
+            )
         )
-    return figures
+    return Findings(
+        figures,
+        tables=[
+            Table(
+                "First token by lane",
+                (
+                    *("lane", "first token, mean", "median", "calls", "a call"),
+                    *("sooner than vanilla", "each later token", "first tokens equal"),
+                ),
+                rows,
+                f"Prompts of about {length} tokens, questions after them. A request is three "
+                "forward passes: mlx-lm feeds the question, its last token, and computes one token "
+                "ahead.",
+            )
+        ],
+        bars=_bars(figures),
+        model=model,
+    )
+
+
+def _bars(figures: Mapping[str, Mapping[str, float]]) -> list[Bar]:
+    asked = [one for lane, one in figures.items() if lane != VANILLA]
+    equal = sum(one["first_tokens_agree"] for one in asked) / sum(one["requests"] for one in asked)
+    lanes = figures[RESP]["ms_a_call"] / figures[BINARY]["ms_a_call"]
+    held = figures[HELD]["ttft_p50_ms"] / figures[IN_PROCESS]["ttft_p50_ms"]
+    return [
+        Bar("first tokens equal to the held cache's, of all", equal, 1.0),
+        Bar("RESP / binary lane, a call", lanes, 1.0, decides=False),
+        Bar("held cache / in process, first token", held, 0.9, decides=False),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"
