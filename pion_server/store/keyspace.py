@@ -129,7 +129,6 @@ class Keyspace:
         """
         if not change:
             return
-        self.forget_expired()
         self._writing = _checked(change)
         try:
             self._budget.reserve(self._growth(change), own=self._victims)
@@ -139,7 +138,10 @@ class Keyspace:
         self._apply(change.operations, _placed(record, change.values))
 
     def forget_expired(self) -> None:
-        """Let go of keys whose time is up; no record says so, their own do."""
+        """Let go of keys whose time is up; no record says so, their own do.
+
+        A write like others: between a command's look at a key and its change nothing may go.
+        """
         now = self.now()
         with self.lock:
             while self._due and self._due[0][0] <= now:

@@ -237,6 +237,20 @@ def use_a_clock(start: float) -> tuple[Callable[[], float], Callable[[float], No
     return (lambda: now[0]), forward
 
 
+def test_a_key_that_expires_between_look_and_change_is_still_changed(tmp_path: Path) -> None:
+    clock, forward = use_a_clock(1000.0)
+    log = RecordLog(tmp_path / "log", tmp_path, KEYS_KIND)
+    keyspace = Keyspace(log, wall_clock=clock)
+    perform(keyspace, ("fields", b"a", {b"x": b"1"}))
+    perform(keyspace, ("expire", b"a", 1_000_500))
+    change = Change()
+    change.put_fields(b"a", [(b"y", b"2")], fresh=keyspace.find(b"a") is None)
+    change.set_expiry(b"a", None)
+    forward(1.0)
+    keyspace.commit(change)
+    assert contents(keyspace) == {b"a": ({b"x": b"1", b"y": b"2"}, None)}
+
+
 def test_what_exists_promises_ends(tmp_path: Path) -> None:
     clock, forward = use_a_clock(100.0)
     budget = MemoryBudget(2 * key_size(b"a", 1000))
