@@ -57,7 +57,7 @@ class Session:
 
 
 def run(setting: Setting) -> Findings:
-    return measure(setting, setting.count(TURNS, 4))
+    return measure(setting, setting.count(TURNS, 2))
 
 
 def measure(setting: Setting, turns: int) -> Findings:
