@@ -216,6 +216,10 @@ FIGURES = (
     ("INFO", "Pion"),
     ("INFO", "Memory"),
     ("INFO", "Persistence"),
+    ("INFO", "Keyspace"),
+    ("DBSIZE",),
+    ("KEYS", "*"),
+    ("SCAN", "0", "COUNT", "1000"),
 )
 
 
