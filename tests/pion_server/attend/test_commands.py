@@ -121,6 +121,14 @@ BAD: list[tuple[str, tuple[Any, ...]]] = [
         "K_suf has 0 bytes",
         (*auto_fused_words("s", 0, Q[:, 0], NONE, NONE, (4, 1))[:8], 3, Q.tobytes(), b"", b"", b""),
     ),
+    (
+        "head_map names kv head 255 of 2",
+        auto_fused_words("s", 0, Q[:, 0], NONE, NONE, (4, 1), head_map=b"\1\xff"),
+    ),
+    (
+        "head_map has 1 bytes",
+        auto_fused_words("s", 0, Q[:, 0], NONE, NONE, (4, 1), head_map=b"\1"),
+    ),
     ("invalid H 0", ("ATTEND.QUERYBATCH", 0, 1, 1, 1, b"", b"", b"")),
     ("invalid N 0", ("ATTEND.QUERYBATCH", 1, 0, 1, 1, b"", b"", b"")),
     ("invalid D 0", ("ATTEND.QUERYBATCH", 1, 1, 0, 1, b"", b"", b"")),
@@ -133,6 +141,82 @@ BAD: list[tuple[str, tuple[Any, ...]]] = [
     ("namespace not registered", ("KV.PREFIX.WARM", "s", 2, 32)),
     ("a sid must have 1 to 205", ("KV.PREFIX.WARM", "s", 2, 32, "")),
 ]
+
+
+SUFFIX = normal(5, HEADS, 3, DIM), normal(6, HEADS, 3, DIM)
+#: Every form of request, in order, behind the session `s`.
+FORMS: dict[str, tuple[Any, ...]] = {
+    "STORE": store_words("s", 0, K, V),
+    "QUERY": query_words("s", 0, Q),
+    "FUSED": fused_words("s", 0, Q, *SUFFIX, SAME),
+    "SPARSE": sparse_words("s", 0, Q[:, 0], np.array([[1, 2], [3, 4]], np.int32), [2, 2**32 - 1]),
+    "AUTO": auto_words("s", 0, Q[:, 0], HEADS, (4, 2), head_map=SAME),
+    "AUTO_FUSED": auto_fused_words("s", 0, Q[:, 0], *SUFFIX, (4, 2), head_map=SAME),
+    "QUERYBATCH": ("ATTEND.QUERYBATCH", *K.shape, 7, Q.tobytes(), K.tobytes(), V.tobytes()),
+}
+OFF_BY_ONE = [
+    (form, place, change)
+    for form, words in FORMS.items()
+    for place, word in enumerate(words)
+    if isinstance(word, bytes)
+    for change in (1, -1)
+]
+
+
+@pytest.mark.parametrize(("form", "place", "change"), OFF_BY_ONE)
+def test_a_blob_one_byte_too_long_or_too_short_is_refused(
+    client: AttentionClient, form: str, place: int, change: int
+) -> None:
+    words = list(FORMS[form])
+    before, good = client.info(), client.query("s", 0, Q)[0]
+    words[place] = words[place] + b"\0" if change > 0 else words[place][:-1]
+    assert " bytes, " in client.raw.error(*words)
+    assert client.info() == before
+    assert client.query("s", 0, Q)[0].tobytes() == good.tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_size_one_too_large_or_too_small_is_refused(client: AttentionClient, form: str) -> None:
+    words = FORMS[form]
+    good = client.query("s", 0, Q)[0]
+    first = 1 if form == "QUERYBATCH" else 3
+    sizes = range(first, next(i for i, word in enumerate(words) if isinstance(word, bytes)))
+    free = {"QUERY": (5,), "AUTO": (5, 6), "AUTO_FUSED": (5, 6), "QUERYBATCH": (4,)}.get(form, ())
+    for place in sizes:
+        for change in (1, -1):
+            if place in free:  # top_k, B and K_top fit anything
+                continue
+            odd = (*words[:place], words[place] + change, *words[place + 1 :])
+            assert client.raw.error(*odd).startswith("ERR "), odd[:9]
+    assert client.query("s", 0, Q)[0].tobytes() == good.tobytes()
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "STORE"])
+def test_a_query_that_is_no_number_is_answered_so_and_changes_nothing(
+    client: AttentionClient, form: str
+) -> None:
+    words, good = list(FORMS[form]), client.raw.call(*FORMS[form])
+    bad = Q.copy()
+    bad[0, 0, 3] = np.nan
+    words[words.index(Q.tobytes())] = bad.tobytes()
+    out = client.ask(tuple(words), *Q.shape)
+    assert np.isnan(out[0]).all()
+    assert client.raw.call(*FORMS[form]) == good
+
+
+@pytest.mark.parametrize("form", ["QUERY", "FUSED", "SPARSE", "AUTO", "AUTO_FUSED"])
+def test_a_window_longer_than_the_prefix_is_none(client: AttentionClient, form: str) -> None:
+    good = client.raw.call(*FORMS[form], 0)
+    for window in (TOKENS, TOKENS + 1, 2**31, 2**63):
+        assert client.raw.call(*FORMS[form], window) == good
+    assert client.raw.call(*FORMS[form], -(2**63)) == good == client.raw.call(*FORMS[form])
+
+
+def test_one_token_sent_along_is_its_own_answer(client: AttentionClient) -> None:
+    k, v = normal(8, 2, 1, 64), normal(9, 2, 1, 64)
+    for top in (1, 2):
+        words = "ATTEND.QUERYBATCH", 2, 1, 64, top, k.tobytes(), k.tobytes(), v.tobytes()
+        np.testing.assert_allclose(client.ask(words, 2, 1, 64), v, atol=1e-6)
 
 
 @pytest.mark.parametrize(("text", "words"), BAD, ids=[f"{w[0]}-{t}" for t, w in BAD])

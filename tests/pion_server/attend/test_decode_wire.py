@@ -507,6 +507,33 @@ def test_values_that_are_no_numbers_stay_with_their_session(lanes: Lanes, token:
     assert_equal_to_float64(good, lanes.frame(good), PREFIX, (K[:, :1], V[:, :1]))
 
 
+def test_queries_that_are_no_numbers_spoil_themselves_only(lanes: Lanes, token: bytes) -> None:
+    lanes.frame(piece(0, 3, token=token))
+    step = piece(3, 5, token=token)
+    bad = step.q.copy()
+    bad[1, 0, 7] = np.nan
+    out, lse = step.parts(lanes.frame(step.but(q=bad)))
+    assert np.isnan(out[1, 0]).all()
+    assert np.isnan(lse[1, 0])
+    assert np.isnan(out).sum() == DIM
+    # Asked again with numbers: what was appended is what is there.
+    assert_equal_to_float64(step, lanes.frame(step), PREFIX, (K[:, :5], V[:, :5]))
+
+
+def test_one_prefix_token_no_new_row_and_a_window_longer_than_all(
+    lanes: Lanes, token: bytes
+) -> None:
+    single = PREFIX[0][:, :1], PREFIX[1][:, :1]
+    lanes.resp.store("single", 0, *single)
+    first = piece(0, 2, token=token, sid=b"single", prefix=1)
+    assert_equal_to_float64(first, lanes.frame(first), single, (K[:, :2], V[:, :2]))
+    again = first.but(length=2, k=K[:, :0], v=V[:, :0])
+    for window in (0, 3, 4, 2**31 - 1):
+        step = again.but(window=window)
+        assert_equal_to_float64(step, lanes.frame(step), single, (K[:, :2], V[:, :2]))
+        assert lanes.call(step) == lanes.frame(step)
+
+
 def test_without_the_engine_steps_are_errors(server: Start) -> None:
     lanes = Lanes(server("--no-attention"))
     text, status = lanes.refusal(piece(0, 2))
