@@ -170,7 +170,7 @@ class Attention:
     async def _rehydrate(self, sid: bytes, ns: bytes, layers: list[WarmLayer]) -> None:
         """Fill slots from rows of `ns`, one layer at a time; room for all of them is made before.
 
-        Raises BadArgument once the rows are of another fill than they were.
+        Raises BadArgument once the rows are, or will be, of another fill than they were.
         """
         await asyncio.to_thread(verify_layers, layers)
         width = 2 if self._config.attention_fp16 else 4
@@ -185,7 +185,8 @@ class Attention:
                 read_rows(one.values, values)
 
             slot = await self._load((sid, one.layer), one.shape, one.generation, copy)
-            if generation_of(self._vstore, ns) != one.generation:
+            filling = self._vstore.manifests.fill(ns) is not None
+            if filling or generation_of(self._vstore, ns) != one.generation:
                 raise BadArgument("KV.PREFIX.WARM: the namespace was replaced meanwhile")
             self.slots.put(slot)
 

@@ -226,6 +226,26 @@ def test_a_prefix_replaced_under_its_name_never_answers(
         assert pc.stats()["wire_losses"] == 1
 
 
+def test_a_batch_on_a_prefix_that_is_replaced_goes_on_as_if_nothing_had_been(
+    stored: Server, model: Any
+) -> None:
+    client = AttentionClient(stored)
+    rows = mx.array([REST[:6], REST[6:12]])
+    plain: list[Any] = make_prompt_cache(model)
+    model(mx.repeat(mx.array([PREFIX]), 2, axis=0), cache=plain)
+    with PionPromptCache(model, port=stored.port, stage2=True) as pc:
+        cache = opened(pc, model)
+        for start in (0, 3):
+            expected = model(rows[:, start : start + 3], cache=plain)
+            found = model(rows[:, start : start + 3], cache=cache)
+            assert mx.allclose(found, expected, atol=1e-5)
+            k, v = normal(1, 2, len(PREFIX), 32), normal(2, 2, len(PREFIX), 32)
+            assert client.raw.call("KV.PREFIX.META", NAME, "BEGIN") > 0
+            for layer in range(2):
+                client.store(f"{NAME}_attn", layer, k, v)
+        assert pc.stats()["wire_losses"] == 1
+
+
 def test_slots_that_somebody_else_filled_are_made_anew(stored: Server, model: Any) -> None:
     """The prefix is the same; what lies in its attention session is whoever's."""
     client = AttentionClient(stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,6 +53,44 @@ def register(client: AttentionClient, ns: str, layers: list[tuple[F32, F32]], fm
 def sdpa(client: AttentionClient) -> list[int]:
     info = client.info()
     return [info[f"sdpa_{name}"] for name in ("warm", "cold", "demotions", "rehydrates")]
+
+
+HELD_UP = """
+import pathlib, time
+from pion_server.attend import service
+plain, gate = service.read_rows, pathlib.Path({gate!r})
+def read_rows(rows, target):
+    plain(rows, target)
+    gate.with_name("loading").touch()
+    deadline = time.monotonic() + 60
+    while not gate.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+service.read_rows = read_rows
+"""
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_what_was_replaced_while_it_was_read_becomes_no_slot(
+    server: Start, tmp_path: Path, manifest: bool
+) -> None:
+    gate = tmp_path / "gate"
+    extra = tmp_path / "extra.py"
+    extra.write_text(HELD_UP.format(gate=str(gate)))
+    running = server(extra=extra)
+    client, other = AttentionClient(running), AttentionClient(running)
+    register(client, "ns", [(normal(1, 1, 3, 32), normal(2, 1, 3, 32))], "fp32")
+    if manifest:
+        fill = client.raw.call("KV.PREFIX.META", "ns", "BEGIN")
+        client.raw.call("KV.PREFIX.META", "ns", "SET", fill, b"whole")
+    client.raw.send(client.raw.pack("KV.PREFIX.WARM", "ns", 1, 32, "ns_attn"))
+    deadline = time.monotonic() + 60
+    while not gate.with_name("loading").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert other.raw.call("KV.PREFIX.META", "ns", "BEGIN") > 0
+    gate.touch()
+    assert str(client.raw.read()) == "ERR KV.PREFIX.WARM: the namespace was replaced meanwhile"
+    assert other.lookup("ns_attn") == "MISS"
 
 
 def test_257_stores_demote_one_and_warm_brings_it_back(server: Start) -> None:
