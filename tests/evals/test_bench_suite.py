@@ -9,7 +9,7 @@ import pytest
 
 import evals.bench
 import evals.bench.__main__ as command
-from evals.bench import scaling, throughput, ttft_lanes
+from evals.bench import keyspace, scaling, throughput, ttft_lanes
 from evals.provenance import describe_machine, save_result
 from evals.registry import load_module
 from evals.report import BENCHES, newest_results, write_report
@@ -28,6 +28,11 @@ def test_servers_are_compared_on_the_same_bytes() -> None:
     # What is not installed is said to be missing, never stood in for.
     for peer in throughput.PEERS:
         assert (("read", peer) in rows) != (f"{peer}: not measured" in found.tables[0].note)
+
+
+def test_keys_are_compared_where_there_is_a_redis() -> None:
+    found = keyspace.run(megabytes=(1,), rounds=1)  # raises where a value differs
+    assert [row[:2] for row in found.tables[0].rows] == [("SET", "1 MB"), ("GET", "1 MB")]
 
 
 def test_scaling_has_a_point_for_each_count(monkeypatch: pytest.MonkeyPatch) -> None:

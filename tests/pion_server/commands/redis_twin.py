@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from evals.serving import redis_server
 from tests.conftest import RawClient, ReplyError
 
 REDIS = shutil.which("redis-server")
@@ -19,40 +17,9 @@ REDIS = shutil.which("redis-server")
 @contextmanager
 def run_redis(directory: Path) -> Iterator[RawClient]:
     """A connection to a redis-server of its own, which ends with the block."""
-    assert REDIS is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [
-        REDIS,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--dir",
-        str(directory),
-    ]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
-        try:
-            yield _connect(port)
-        finally:
-            process.kill()
-
-
-def _connect(port: int) -> RawClient:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            client = RawClient("127.0.0.1", port)
-            client.call("PING")
-        except (OSError, ReplyError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
-        else:
-            return client
+    with redis_server(directory) as port:
+        assert port is not None
+        yield RawClient("127.0.0.1", port)
 
 
 def reply_of(client: RawClient, words: tuple[bytes, ...]) -> Any:
