@@ -42,12 +42,14 @@ def total_ram_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def raise_file_limit(wanted: int) -> None:
-    """Allow as many open files as `wanted`, or as many as the system grants."""
+def raise_file_limit(wanted: int) -> int:
+    """Allow as many open files as `wanted`, or as many as the system grants; how many those are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and limit > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 class LossyStream(io.TextIOBase):

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pion_server import __version__, journal
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
 # Descriptors beside the clients' own: log and snapshot files, the loop, the standard three.
 _SPARE_FILES = 256
+# What a client of the TLS port takes: its socket, and the pair that its bytes pass through.
+_TLS_CLIENT_FILES = 3
+# Handshakes under way, at both its ports.
+_TLS_FILES = 1024
+_LEAST_CLIENTS = 16
 
 
 def run(config: Config) -> int:
@@ -71,7 +76,7 @@ def _serve(config: Config) -> int:
     journal.choose(config.log_format)
     for notice in config.notices:
         journal.complain("flag", notice)
-    raise_file_limit(config.max_clients + _SPARE_FILES)
+    config = _with_room_for_clients(config)
     doors = bind_doors(config)
     entrances = _Entrances(doors, TlsDoor.of(config), _metrics_door(config))
     try:
@@ -98,6 +103,24 @@ def _serve(config: Config) -> int:
     crash_log.note_exit(0, reason)
     journal.tell("stopped", f"pion-server stopped ({reason})", reason=reason)
     return 0
+
+
+def _with_room_for_clients(config: Config) -> Config:
+    """The configuration with as many clients as there can be open files for.
+
+    So the server never finds itself without a descriptor for a log, or a module to import.
+    """
+    each, spare = 1, _SPARE_FILES
+    if config.tls_port is not None:
+        each, spare = _TLS_CLIENT_FILES, spare + _TLS_FILES
+    files = raise_file_limit(each * config.max_clients + spare)
+    fitting = max((files - spare) // each, _LEAST_CLIENTS)
+    if fitting >= config.max_clients:
+        return config
+    if config.max_clients != Config().max_clients:  # the default is no promise
+        text = f"{fitting} clients, not --max-clients {config.max_clients}: {files} open files"
+        journal.complain("clients", text)
+    return replace(config, max_clients=fitting)
 
 
 @dataclass(frozen=True, slots=True)

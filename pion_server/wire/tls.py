@@ -89,12 +89,18 @@ class _Bridge(asyncio.BufferedProtocol):
         self._loop = server.loop
         self._left = memoryview(b"")  # what the channel's socket has not taken yet
         self._ended = False
+        self._refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(_WAITING)
         self._buffer = fresh_buffer(_BUFFER)
-        self._inner, outer = socket.socketpair()
+        try:
+            self._inner, outer = socket.socketpair()
+        except OSError:  # no descriptors left
+            self._refused = True
+            self._transport.abort()
+            return
         self._inner.setblocking(False)
         peer: Any = transport.get_extra_info("peername")
         local: Any = transport.get_extra_info("sockname")
@@ -168,6 +174,8 @@ class _Bridge(asyncio.BufferedProtocol):
         self._loop.add_reader(self._inner, self._forward_replies)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._refused:
+            return
         self._loop.remove_reader(self._inner)
         self._loop.remove_writer(self._inner)
         self._inner.close()

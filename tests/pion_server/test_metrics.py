@@ -98,6 +98,24 @@ def test_strangers_need_the_admins_password(shared: Server) -> None:
         assert get(shared, **ELSEWHERE, Authorization=word)[0] == 401
 
 
+def test_loopback_is_what_counts_as_this_machine(server: Callable[..., Server]) -> None:
+    running = server(*USERS, "--metrics-port", "0", "--bind", "0.0.0.0")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has only its loopback")
+        own = probe.getsockname()[0]
+    port = int(running.ready_line.rpartition("metrics on 0.0.0.0:")[2].rstrip(")\n"))
+    statuses = []
+    for host, headers in ((own, {}), (own, basic("any", "root")), ("127.0.0.1", {})):
+        client = http.client.HTTPConnection(host, port, timeout=30)
+        client.request("GET", "/metrics", headers={**headers, "Host": host})
+        statuses.append(client.getresponse().status)
+        client.close()
+    assert statuses == [401, 200, 200]
+
+
 def test_without_a_password_other_sites_pages_get_nothing(server: Callable[..., Server]) -> None:
     running = server("--metrics-port", "0")
     assert get(running)[0] == 200

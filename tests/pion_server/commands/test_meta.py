@@ -380,4 +380,4 @@ def test_reading_a_manifest_waits_for_no_writer(server: Start, tmp_path: Path) -
     other.send(other.pack("KV.PREFIX.META", b"n", "BEGIN"))
     reader.call("T.FREE")
     assert writer.read() == "OK"
-    assert other.read() == gen + 1
+    assert other.read() > gen

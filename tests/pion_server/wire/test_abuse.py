@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import trustme
 
 from pion_server.wire import tls
 
@@ -227,28 +229,66 @@ def test_slow_readers_evict_nothing(server: Start) -> None:
     assert b"evicted_keys:0" in probe.call("INFO", "Stats")
 
 
+@pytest.mark.parametrize("tls_too", [False, True], ids=["plain", "tls"])
+def test_no_more_clients_than_files_can_be_open(
+    server: Start, tmp_path: Path, tls_too: bool
+) -> None:
+    """A crowd never takes the descriptor that a log, or a module to import, needs."""
+    files = 1500 if tls_too else 300
+    extra = tmp_path / "few.py"
+    extra.write_text(
+        f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))\n"
+    )
+    flags = tls_flags(tmp_path) if tls_too else ()
+    running = server("--max-clients", "9000", *flags, extra=extra)
+    friend = running.client()
+    fitting = (files - 256 - 1024) // 3 if tls_too else files - 256
+    assert f"{fitting} clients, not --max-clients 9000" in running.errors.read_text()
+    assert f"maxclients:{fitting}" in friend.call("INFO", "Clients").decode()
+    with crowd(running, fitting + 50):
+        assert all(friend.call("ECHO", i) == b"%d" % i for i in range(100))
+        assert friend.call("SET", "key", bytes(MB)) == "OK"
+    assert until(lambda: b"connected_clients:1\r" in friend.call("INFO", "Clients"))
+    if tls_too:
+        with (
+            socket.create_connection((running.host, tls_port(running)), timeout=30) as plain,
+            anybody().wrap_socket(plain) as client,
+        ):
+            client.sendall(b"PING\r\n")
+            assert client.recv(7) == b"+PONG\r\n"
+    assert "Traceback" not in running.errors.read_text()
+
+
+def anybody() -> ssl.SSLContext:
+    """Takes every certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def tls_port(server: ServerProcess) -> int:
+    return int(server.ready_line.rpartition("TLS on 127.0.0.1:")[2].rstrip(")\n"))
+
+
+def tls_flags(folder: Path) -> tuple[str, ...]:
+    signed = trustme.CA().issue_cert("localhost")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    signed.cert_chain_pems[0].write_to_path(str(cert))
+    signed.private_key_pem.write_to_path(str(key))
+    return "--tls-port", "0", "--tls-cert", str(cert), "--tls-key", str(key)
+
+
 def test_a_crowd_that_never_finishes_its_handshake_keeps_no_tls_client_out(
     server: Start, tmp_path: Path
 ) -> None:
-    trustme = pytest.importorskip("trustme")
-    signed = trustme.CA().issue_cert("localhost")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    signed.cert_chain_pems[0].write_to_path(str(cert))
-    signed.private_key_pem.write_to_path(str(key))
-    flags = ("--tls-port", "0", "--tls-cert", str(cert), "--tls-key", str(key))
-    running = server(*flags, extra=EXTRA)
+    running = server(*tls_flags(tmp_path), extra=EXTRA)
     probe = running.client()
     before = probe.call("T.RSS")
-    port = int(running.ready_line.rpartition("TLS on 127.0.0.1:")[2].rstrip(")\n"))
-    import ssl
-
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with crowd(running, tls.MOST_HANDSHAKES + 20, port) as silent:
+    with crowd(running, tls.MOST_HANDSHAKES + 20, tls_port(running)) as silent:
         assert until(lambda: all(map(is_closed, silent[:20])))
         with (
-            socket.create_connection((running.host, port), timeout=30) as plain,
-            context.wrap_socket(plain) as client,
+            socket.create_connection((running.host, tls_port(running)), timeout=30) as plain,
+            anybody().wrap_socket(plain) as client,
         ):
             client.sendall(b"PING\r\n")
             assert client.recv(7) == b"+PONG\r\n"
