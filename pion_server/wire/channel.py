@@ -50,6 +50,7 @@ class Channel:
         self._lane = lane
         self._parser = lane.make_parser(server.scratch, lane.limits)
         self.received = 0  # bytes of the request under way, as the server counts them
+        self._running = 0  # those of the one that runs off the loop
         self.heard = 0.0  # when the last bytes of an incomplete request came
         self._watch: asyncio.TimerHandle | None = None
         self._taken = 0.0  # when the client last took some of the replies that wait for it
@@ -123,7 +124,9 @@ class Channel:
         except ProtocolError as error:
             self._ahead, self._reads_ahead = error, False
             return None
-        return self._look_ahead()
+        self.heard = self._loop.time()
+        self._server.note_received(self, self._running + self._parser.held)
+        return None if self._closed else self._look_ahead()
 
     def _look_ahead(self) -> None:
         """Parse the request behind the running command, or read on until it is there."""
@@ -214,6 +217,7 @@ class Channel:
         result = self._lane.execute(self.connection, request)
         if type(result) is CoroutineType:
             self._busy = True
+            self._running = self.received
             self._loop.create_task(self._await(result))
             if self.connection.authenticated:  # else what may follow is not known yet
                 self._look_ahead()

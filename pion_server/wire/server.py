@@ -217,7 +217,7 @@ class Server:
         self.received_bytes += held - channel.received
         channel.received = held
         if held and self.received_bytes > _SHARES * self.input_limit:
-            waiting = [one for one in self._channels if one.received and not one.busy]
+            waiting = [one for one in self._channels if one.received and not one.busy] or [channel]
             slowest = min(waiting, key=lambda other: other.heard)
             slowest.drop(f"does not finish its request: {slowest.received} bytes of it dropped")
 

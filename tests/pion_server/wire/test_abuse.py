@@ -202,6 +202,21 @@ def test_half_sent_requests_together_are_bounded(server: Start) -> None:
     assert clients[-1].read()[0] == len(body)
 
 
+def test_requests_half_sent_behind_running_commands_are_bounded_with_them(server: Start) -> None:
+    running = server("--max-request", "4mb", extra=EXTRA)
+    probe = running.client()
+    before = probe.call("T.RSS")
+    body = bytes(3 * MB)
+    clients = [running.client() for _ in range(20)]
+    for client in clients:
+        with contextlib.suppress(OSError):
+            client.send(client.pack("T.WAIT", 20_000, "x") + client.pack("T.CRC", body)[: -MB // 2])
+    errors = running.errors.read_text
+    assert until(lambda: errors().count("does not finish its request") >= 10)
+    assert probe.call("T.RSS") - before < 64 * MB
+    assert probe.call("ECHO", "x") == b"x"
+
+
 def test_a_strangers_unread_refusals_are_few(server: Start) -> None:
     running = server(*PASSWORD, "--auth-timeout", "600", extra=EXTRA)
     friend = known(running)
