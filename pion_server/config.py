@@ -138,8 +138,8 @@ def _complete(values: dict[str, Any], environ: Mapping[str, str]) -> None:
 def _check(config: Config) -> None:
     if config.action != "serve":
         return
-    if config.workers > 1:
-        raise ConfigError("more than one worker is not available in this version")
+    if config.workers > 1 and config.metrics_port == 0:
+        raise ConfigError("--metrics-port 0 goes with one worker: each has a port of its own")
     files = (config.tls_cert, config.tls_key)
     if config.tls_port is not None and None in files:
         raise ConfigError("--tls-port needs --tls-cert and --tls-key")
@@ -168,6 +168,34 @@ def config_of(config: Config, tenant: Tenant) -> Config:
         ssm_budget=share(config.ssm_budget, count),
         export_budget=share(config.export_budget, count),
         export_directory=None if exports is None else directory_of(exports, tenant.name),
+    )
+
+
+def config_of_worker(config: Config, worker: int) -> Config:
+    """The configuration of one of several workers: an equal part of the limits in bytes, and the
+    metrics port plus its number."""
+    count = config.workers
+
+    def part(limit: int | None) -> int | None:
+        return None if limit is None else max(1, limit // count)
+
+    def tenants_part(tenant: Tenant) -> Tenant:
+        sessions = tenant.max_sessions
+        return replace(
+            tenant,
+            max_bytes=part(tenant.max_bytes),
+            max_sessions=None if sessions is None else max(2, -(-sessions // count)),
+        )
+
+    return replace(
+        config,
+        tenants=tuple(tenants_part(tenant) for tenant in config.tenants),
+        max_memory=part(config.max_memory),
+        max_disk=part(config.max_disk),
+        ssm_budget=part(config.ssm_budget),
+        export_budget=part(config.export_budget),
+        metrics_port=None if config.metrics_port is None else config.metrics_port + worker,
+        notices=(),
     )
 
 

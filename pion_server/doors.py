@@ -1,10 +1,13 @@
-"""The sockets a server listens on: its port for RESP, the next one for the binary lane."""
+"""The sockets a server listens on: its port for RESP, the next one for the binary lane.
+
+With W workers, W > 1, worker n listens on port + 2 + n and port + 2 + W + n, too.
+"""
 
 from __future__ import annotations
 
 import errno
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from pion_server.config import Config, resolve
@@ -25,11 +28,30 @@ _LEAST_RECEIVE_BUFFER = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Bound sockets, one an address: RESP's all on `port`, the binary lane's on the next."""
+    """Bound sockets, one an address: RESP's all on `port`, the binary lane's on the next.
+
+    `own`: with several workers, each one's own pair of lanes.
+    """
 
     port: int
     resp: list[socket.socket]
     binary: list[socket.socket]
+    own: list[tuple[list[socket.socket], list[socket.socket]]] = field(default_factory=list)
+
+    def of_worker(self, worker: int) -> Doors:
+        """All that one worker listens on: the shared ports and its own."""
+        resp, binary = self.own[worker]
+        return Doors(self.port, self.resp + resp, self.binary + binary)
+
+    def close(self) -> None:
+        for pair in [(self.resp, self.binary), *self.own]:
+            for sock in pair[0] + pair[1]:
+                sock.close()
+
+
+def port_count(workers: int) -> int:
+    """How many consecutive ports a server takes."""
+    return 2 if workers == 1 else 2 + 2 * workers
 
 
 def bind_tls_doors(config: Config) -> Doors | None:
@@ -40,22 +62,25 @@ def bind_tls_doors(config: Config) -> Doors | None:
 
 
 def bind_doors(config: Config) -> Doors:
-    """Take both ports on all addresses. Nothing listens yet. Raises ConfigError.
+    """Take all ports on all addresses. Nothing listens yet. Raises ConfigError.
 
-    For port 0 any free pair will do.
+    For port 0 any free ones in a row will do.
     """
     if config.port == _LAST_PORT:
         raise ConfigError(f"--port {_LAST_PORT} leaves no port for the binary lane, which is next")
+    wanted = port_count(config.workers)
+    if config.port + wanted - 1 > _LAST_PORT:
+        raise ConfigError(f"--port {config.port} leaves no ports for {config.workers} workers")
     if config.port:
-        return _bind_pair(config, config.port)
+        return _bind_all(config, config.port)
     import random
 
     for port in random.sample(_FREE_PORTS, _ATTEMPTS):
         try:
-            return _bind_pair(config, port)
+            return _bind_all(config, port)
         except PortInUse:
             continue
-    raise ConfigError(f"no two consecutive ports are free on {config.bind}")
+    raise ConfigError(f"no {wanted} consecutive ports are free on {config.bind}")
 
 
 class PortInUse(ConfigError):
@@ -64,22 +89,28 @@ class PortInUse(ConfigError):
 
 def start_listening(config: Config, doors: Doors) -> None:
     """Let clients queue at all doors. Raises ConfigError."""
-    for port, listeners in ((doors.port, doors.resp), (doors.port + 1, doors.binary)):
-        for listener in listeners:
-            try:
-                listener.listen(_BACKLOG)
-            except OSError as error:
-                _refuse(config, port, error)
+    for listener in doors.resp + doors.binary:
+        try:
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            _refuse(config, listener.getsockname()[1], error)
 
 
-def _bind_pair(config: Config, port: int) -> Doors:
-    resp = _bind(config, port, 0)
+def _bind_all(config: Config, port: int) -> Doors:
+    doors = Doors(port, [], [])
     try:
-        return Doors(port, resp, _bind(config, port + 1, _receive_buffer()))
+        doors.resp.extend(_bind(config, port, 0))
+        doors.binary.extend(_bind(config, port + 1, _receive_buffer()))
+        for worker in range(config.workers if config.workers > 1 else 0):
+            own = port + 2 + worker
+            pair: tuple[list[socket.socket], list[socket.socket]] = ([], [])
+            doors.own.append(pair)
+            pair[0].extend(_bind(config, own, 0))
+            pair[1].extend(_bind(config, own + config.workers, _receive_buffer()))
     except ConfigError:
-        for sock in resp:
-            sock.close()
+        doors.close()
         raise
+    return doors
 
 
 def _bind(config: Config, port: int, receive_buffer: int) -> list[socket.socket]:
@@ -122,4 +153,6 @@ def _refuse(config: Config, port: int, error: OSError) -> NoReturn:
     if error.errno != errno.EADDRINUSE:
         raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
     lane = "" if port == config.port else " (the binary lane, next to --port)"
+    if port > config.port + 1:
+        lane = " (a worker's own port, above --port)"
     raise PortInUse(f"{where}{lane} is in use by another program; choose another --port") from None

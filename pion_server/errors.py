@@ -10,6 +10,7 @@ CommandError                the whole reply text after `-`, one line
 ├── EngineOff               ERR attention engine not available …
 ├── ColdMiss                -COLDMISS: demoted attention state, to be brought back by WARM
 ├── Replay                  -REPLAY: a decode session is not held as its client believes
+├── Elsewhere               ERR … lives on worker N: to be asked there
 ├── AuthRequired            -NOAUTH
 ├── NotPermitted            -NOPERM: not for tenants
 └── WrongPassword           -WRONGPASS
@@ -78,6 +79,10 @@ class Replay(CommandError):
     """A decode session that is not held, or not as long as said: its client begins a new one."""
 
     prefix = "REPLAY"
+
+
+class Elsewhere(CommandError):
+    """Another worker of this server has what is asked for."""
 
 
 class AuthRequired(CommandError):

@@ -123,7 +123,6 @@ def _read_quota(text: str) -> Any:
 
 _NET, _DATA, _LIMITS, _REPORTS = "Network", "Data and durability", "Limits", "Reports"
 _ENGINE, _LATER = "Attention engine (with MLX installed)", "Not in this version"
-_ALONE = "one worker runs alone anyway"
 _DEVICE = "attention is on, on MLX's default device"
 
 FLAGS: tuple[Flag, ...] = (
@@ -204,8 +203,15 @@ FLAGS: tuple[Flag, ...] = (
         "SECONDS",
         number(1, 86_400),
     ),
-    Flag("-w, --workers", _NET, "worker processes", "workers", "N", number(1, 256)),
-    Flag("--independent-workers", _NET, "accepted: " + _ALONE, notice=_ALONE),
+    Flag(
+        "-w, --workers",
+        _NET,
+        "worker processes; several have ports of their own above --port",
+        "workers",
+        "N",
+        number(1, 256),
+    ),
+    Flag("--independent-workers", _NET, "accepted: workers have stores of their own anyway"),
     Flag("--dir", _DATA, "data directory", "directory", "DIR", Path),
     Flag(
         "--fsync",

@@ -21,6 +21,8 @@ def start_housekeeping(state: ServerState) -> list[asyncio.Task[None]]:
     work: list[Coroutine[Any, Any, None]] = [_expire(state)]
     if state.config.fsync == "everysec":
         work.append(_sync_every_second(state))
+    if state.homes is not None:
+        work.append(state.homes.keep_settled())
     if state.config.auto_save:
         work.append(_compact(state))
     loop = asyncio.get_running_loop()

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pion_server import __version__, journal
@@ -29,7 +30,7 @@ from pion_server.store.log import ForeignFile
 from pion_server.tls_door import TlsDoor
 from pion_server.unix_door import open_unix_door
 from pion_server.wire.lane import binary_lane, resp_lane
-from pion_server.wire.server import Server
+from pion_server.wire.server import ACCEPTS_A_TURN, Server
 
 if TYPE_CHECKING:
     from pion_server.metrics_door import MetricsDoor
@@ -71,30 +72,27 @@ def _check(config: Config) -> int:
 
 
 def _serve(config: Config) -> int:
-    os.umask(0o077)
-    keep_talking()
-    journal.choose(config.log_format)
-    for notice in config.notices:
-        journal.complain("flag", notice)
-    config = _with_room_for_clients(config)
+    config = prepare(config)
+    if config.workers > 1:
+        from pion_server.workers.parent import serve_with_workers
+
+        return serve_with_workers(config)
     doors = bind_doors(config)
-    entrances = _Entrances(doors, TlsDoor.of(config), _metrics_door(config))
-    try:
-        state = open_state(config)
-    except OSError as error:
-        where = error.filename or config.directory
-        raise ConfigError(f"cannot open the data in {where}: {error.strerror or error}") from error
-    port = doors.port
-    for one in state.everybody:
-        one.port = port
-    default = config.directory / f"pion-{port}"
-    status = StatusFile(config.status_file or default.with_name(f"{default.name}.status"), port)
-    crash_path = config.crash_log or default.with_name(f"{default.name}.crash.log")
-    crash_log = CrashLog(crash_path if config.crash_log_wanted else None, port)
+    entrances = Entrances(doors, TlsDoor.of(config), metrics_door(config))
+    state = open_data(config, doors.port)
+    status, crash_log = reports_of(config, doors.port)
     crash_log.note_start(status.read())
     status.write("starting")
+    tls, metrics = entrances.tls, entrances.metrics
+    reached = partial(
+        announce,
+        config,
+        doors.port,
+        None if tls is None else tls.doors.port,
+        None if metrics is None else metrics.port,
+    )
     try:
-        reason = _run_loop(config, state, entrances, status)
+        reason = run_loop(config, state, entrances, status, reached)
     except BaseException as error:
         status.write("failed")
         crash_log.note_exit(1, type(error).__name__)
@@ -124,7 +122,7 @@ def _with_room_for_clients(config: Config) -> Config:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entrances:
+class Entrances:
     """Where clients come in, all of them bound."""
 
     doors: Doors
@@ -132,7 +130,8 @@ class _Entrances:
     metrics: MetricsDoor | None
 
 
-def _metrics_door(config: Config) -> MetricsDoor | None:
+def metrics_door(config: Config) -> MetricsDoor | None:
+    """What `--metrics-port` asks for. Raises ConfigError."""
     if config.metrics_port is None:
         return None
     from pion_server.metrics_door import MetricsDoor
@@ -140,19 +139,63 @@ def _metrics_door(config: Config) -> MetricsDoor | None:
     return MetricsDoor(config, config.metrics_port)
 
 
-def _run_loop(config: Config, state: ServerState, entrances: _Entrances, status: StatusFile) -> str:
-    """Serve on uvloop where there is one; why the server stopped."""
+def prepare(config: Config) -> Config:
+    """What a process that serves does first; the configuration that it can keep to."""
+    os.umask(0o077)
+    keep_talking()
+    journal.choose(config.log_format)
+    for notice in config.notices:
+        journal.complain("flag", notice)
+    return _with_room_for_clients(config)
+
+
+def open_data(config: Config, port: int, worker: int = 0) -> ServerState:
+    """The state of a server, or of one of its workers, on `port`. Raises ConfigError."""
+    try:
+        state = open_state(config, worker)
+    except OSError as error:
+        where = error.filename or config.directory
+        raise ConfigError(f"cannot open the data in {where}: {error.strerror or error}") from error
+    for one in state.everybody:
+        one.port = port
+    return state
+
+
+def reports_of(config: Config, port: int) -> tuple[StatusFile, CrashLog]:
+    """The status file and the crash log, where the flags say or in the data directory."""
+    default = config.directory / f"pion-{port}"
+    status = config.status_file or default.with_name(f"{default.name}.status")
+    crash_log = config.crash_log or default.with_name(f"{default.name}.crash.log")
+    wanted = crash_log if config.crash_log_wanted else None
+    return StatusFile(status, port), CrashLog(wanted, port)
+
+
+def run_loop(
+    config: Config,
+    state: ServerState,
+    entrances: Entrances,
+    status: StatusFile,
+    reached: Callable[[], None],
+) -> str:
+    """Serve on uvloop where there is one; why the server stopped.
+
+    `reached` is called once clients are let in.
+    """
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         import uvloop
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_serve_until_stopped(config, state, entrances, status))
+        return runner.run(_serve_until_stopped(config, state, entrances, status, reached))
 
 
 async def _serve_until_stopped(
-    config: Config, state: ServerState, entrances: _Entrances, status: StatusFile
+    config: Config,
+    state: ServerState,
+    entrances: Entrances,
+    status: StatusFile,
+    reached: Callable[[], None],
 ) -> str:
     loop = asyncio.get_running_loop()
     journal.watch_loop(loop)
@@ -173,6 +216,7 @@ async def _serve_until_stopped(
         output_limit=config.output_limit,
         input_limit=config.max_request,
         auth_timeout=config.auth_timeout,
+        accepts_a_turn=1 if config.workers > 1 else ACCEPTS_A_TURN,
     )
     doors, tls, metrics = entrances.doors, entrances.tls, entrances.metrics
     start_listening(config, doors)
@@ -186,7 +230,8 @@ async def _serve_until_stopped(
         tls.open(server, resp, binary)
     if metrics is not None:
         await metrics.open(state, server, dispatcher.credentials)
-    unix_door, notice = open_unix_door(config)
+    suffix = f".{state.worker_id}" if config.workers > 1 else ""
+    unix_door, notice = open_unix_door(config, suffix)
     if notice:
         journal.complain("unix socket", notice)
     if unix_door is not None:
@@ -197,7 +242,7 @@ async def _serve_until_stopped(
     for one in state.everybody:
         background += start_housekeeping(one)
     status.write("running")
-    _announce(config, state.port, entrances)
+    reached()
     start_preloading()
     # Everything made so far lives as long as the process: the collector need not look at it.
     gc.freeze()
@@ -219,15 +264,21 @@ async def _serve_until_stopped(
     return reason
 
 
-def _announce(config: Config, port: int, entrances: _Entrances) -> None:
+def announce(
+    config: Config, port: int, tls_port: int | None = None, metrics_port: int | None = None
+) -> None:
+    """The line that says where clients are served."""
     bind = LOOPBACK if config.tls_only else config.bind
     facts = [f"pid {os.getpid()}", f"version {__version__}", f"data {config.directory.resolve()}"]
     fields: dict[str, object] = {"bind": bind, "port": port, "pid": os.getpid()}
-    if entrances.metrics is not None:
-        fields["metrics_port"] = entrances.metrics.port
-        facts.append(f"metrics on {bind}:{entrances.metrics.port}")
-    if entrances.tls is not None:
-        fields["tls_port"] = entrances.tls.doors.port
-        facts.append(f"TLS on {config.bind}:{entrances.tls.doors.port}")
+    if metrics_port is not None:
+        fields["metrics_port"] = metrics_port
+        facts.append(f"metrics on {bind}:{metrics_port}")
+    if tls_port is not None:
+        fields["tls_port"] = tls_port
+        facts.append(f"TLS on {config.bind}:{tls_port}")
+    if config.workers > 1:
+        fields["workers"] = config.workers
+        facts.append(f"{config.workers} workers")
     text = f"pion-server ready on {bind}:{port} ({', '.join(facts)})"
     journal.tell("ready", text, version=__version__, **fields)

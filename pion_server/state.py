@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pion_server import journal
 from pion_server.attend.service import Attention
@@ -21,6 +22,9 @@ from pion_server.store.opening import StoreOptions, Stores, open_stores
 from pion_server.store.ssm import SsmStore
 from pion_server.store.vstore import VStore
 from pion_server.wire.connection import Connection
+
+if TYPE_CHECKING:
+    from pion_server.workers.homes import Homes
 
 
 class WriterLock:
@@ -147,6 +151,8 @@ class ServerState:
     short_fetches: int = 0
     slowlog: SlowLog = field(default_factory=SlowLog)
     tenants: dict[bytes, ServerState] = field(default_factory=dict)
+    # Of a server of several workers: which of them holds what.
+    homes: Homes | None = None
 
     def __post_init__(self) -> None:
         self.group_commit = GroupCommit(self.stores.sync)
@@ -191,17 +197,21 @@ class ServerState:
         """Close everybody's stores; their acknowledged writes are on disk already."""
         for state in self.everybody:
             state.stores.close()
+            if state.homes is not None:
+                state.homes.close()
 
 
-def open_state(config: Config) -> ServerState:
+def open_state(config: Config, worker: int = 0) -> ServerState:
     """Lock and load the data directory (0700), and each tenant's, and hand out the whole.
 
-    Raises DirectoryInUse, ForeignFile or OSError; what was cut or lost is told on stderr.
+    `worker`: which one of `config.workers` this is. Raises DirectoryInUse, ForeignFile or OSError;
+    what was cut or lost is told on stderr.
     """
-    state = _open_one(config_of_admin(config))
+    names = config.directory
+    state = _open_one(config_of_admin(config), worker, names)
     try:
         for tenant in config.tenants:
-            own = _open_one(config_of(config, tenant), tenant.name)
+            own = _open_one(config_of(config, tenant), worker, names, tenant.name)
             own.run_id, own.started_at = state.run_id, state.started_at
             own.connections = state.connections
             state.tenants[tenant.name.encode()] = own
@@ -211,16 +221,18 @@ def open_state(config: Config) -> ServerState:
     return state
 
 
-def _open_one(config: Config, tenant: str = "") -> ServerState:
+def _open_one(config: Config, worker: int, names: Path, tenant: str = "") -> ServerState:
     stores = open_stores(
         StoreOptions(
             config.directory,
+            worker,
             max_sessions=config.vstore_sessions,
             max_memory=config.max_memory,
             ssm_budget=config.ssm_budget,
             max_disk=config.max_disk,
             vstore_log=config.vstore_log,
             keyspace_log=config.keyspace_log,
+            shared=config.workers > 1,
         )
     )
     for notice in stores.notices:
@@ -228,4 +240,10 @@ def _open_one(config: Config, tenant: str = "") -> ServerState:
     replayed = sum(log.replayed for log in stores.logs)
     held = f"{len(stores.vstore.table)} sessions" + (f" of tenant {tenant}" if tenant else "")
     journal.tell("replayed", f"WAL replayed {replayed} records, {held}", records=replayed)
-    return ServerState(config, stores, tenant)
+    state = ServerState(config, stores, tenant, worker)
+    if config.workers > 1:
+        from pion_server.workers.homes import Homes
+        from pion_server.workers.names import Names
+
+        state.homes = Homes(Names(names, tenant, worker), state.vstore, state.ssm)
+    return state

@@ -88,6 +88,10 @@ class CrashLog:
             f"uptime_s={uptime:.0f} rss_bytes={rss_bytes()}"
         )
 
+    def note(self, text: str) -> None:
+        """A line of one's own."""
+        self._append(text)
+
     def _append(self, text: str) -> None:
         if self.path is None:
             return

@@ -23,8 +23,11 @@ class TlsDoor:
     context: Any
 
     @classmethod
-    def of(cls, config: Config) -> TlsDoor | None:
-        """What `--tls-port` asks for, or None. Raises ConfigError for files that will not do."""
+    def of(cls, config: Config, doors: Doors | None = None) -> TlsDoor | None:
+        """What `--tls-port` asks for, or None. Raises ConfigError for files that will not do.
+
+        `doors`: sockets that are bound already.
+        """
         if config.tls_port is None:
             return None
         import ssl
@@ -38,7 +41,7 @@ class TlsDoor:
             reason = error.strerror or getattr(error, "reason", None) or error
             where = getattr(error, "filename", None) or "--tls-cert, --tls-key, --tls-ca"
             raise ConfigError(f"cannot use the certificate ({where}): {reason}") from None
-        doors = bind_tls_doors(config)
+        doors = doors or bind_tls_doors(config)
         assert doors is not None
         return cls(config, doors, context)
 

@@ -34,16 +34,17 @@ class UnixDoor:
                 self.path.unlink()
 
 
-def open_unix_door(config: Config) -> tuple[UnixDoor | None, str]:
+def open_unix_door(config: Config, suffix: str = "") -> tuple[UnixDoor | None, str]:
     """Listen at `--unixsocket`, or in the data directory, which is locked and ours alone.
 
-    Without a socket (`none`, or no room for its path in an address) a notice says why. Raises
-    ConfigError for a path that was asked for and cannot be had.
+    `suffix` tells several workers' apart. Without a socket (`none`, or no room for its path in an
+    address) a notice says why. Raises ConfigError for a path that was asked for and cannot be had.
     """
     asked = config.unix_socket
     if asked == Path("none"):
         return None, ""
     path = (asked or config.directory / DEFAULT_NAME).absolute()
+    path = path.with_name(path.name + suffix)
     if len(os.fsencode(path)) >= _LONGEST_PATH:
         text = f"{path} is too long for a Unix socket ({_LONGEST_PATH - 1} bytes at most)"
         if asked is not None:

@@ -22,6 +22,7 @@ from pion_server.flags import ConfigError
 from pion_vllm_mlx import PionPromptCache, cli
 from pion_vllm_mlx.transport import Command, Patience, Unavailable
 from pion_vllm_mlx.transport.binary import AUTH, PING, BinaryLane
+from pion_vllm_mlx.transport.endpoint import Endpoint
 from pion_vllm_mlx.transport.resp import RespConnection
 from pion_vllm_mlx.transport.tls import client_context
 from tests.conftest import READY
@@ -58,7 +59,7 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
 
 def tls_port(server: Server) -> int:
     """The ready line says where TLS is."""
-    word = server.ready_line.rpartition("TLS on 127.0.0.1:")[2]
+    word = server.ready_line.rpartition("TLS on 127.0.0.1:")[2].partition(",")[0]
     assert READY.search(server.ready_line)
     return int(word.rstrip(")\n"))
 
@@ -307,3 +308,19 @@ def test_a_bad_file_of_authorities_is_told_at_once(tmp_path: Path) -> None:
     for path in (junk, tmp_path / "absent"):
         with pytest.raises(ValueError, match="tls: cannot use"):
             PionPromptCache(tiny_llama(), tls=path)
+
+
+def test_workers_have_tls_ports_of_their_own(server: Callable[..., Server], papers: Papers) -> None:
+    running = server(*papers.flags, "-w", "2", "--no-attention")
+    plain = running.client()
+    owner_port = running.port + 2 + 1
+    with socket.create_connection(("127.0.0.1", owner_port), 20) as sock:
+        sock.sendall(b"KV.PREFIX.REGISTER there 32 fp32\r\n")
+        assert sock.recv(64) == b"+OK\r\n"
+    assert plain.call("KV.PREFIX.OWNER", "there") == "1"
+    context = client_context(papers.ca)
+    endpoint = Endpoint(port=tls_port(running), tls=context, connect_timeout=20)
+    commands = [Command.of("KV.PREFIX.PIN", "there"), Command.of("KV.PREFIX.OWNER", "there")]
+    assert endpoint.exchange(commands, PATIENT) == [1, "1"]
+    assert endpoint.exchange(commands, PATIENT) == [1, "1"]
+    endpoint.close()

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import CoroutineType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pion_server import commands, journal
 from pion_server.commands.frames import FRAMES
@@ -23,6 +23,7 @@ from pion_server.commands.registry import (
     Command,
     Context,
     Positions,
+    chosen,
     find_command,
 )
 from pion_server.errors import (
@@ -40,6 +41,9 @@ from pion_server.wire.auth import Credentials
 from pion_server.wire.binary import Frame
 from pion_server.wire.connection import Connection
 from pion_server.wire.replies import NO_REPLY
+
+if TYPE_CHECKING:
+    from pion_server.workers.homes import Homes
 
 _THREADS = 4
 _UNFINISHED = (Offload, CoroutineType)
@@ -125,7 +129,10 @@ class Dispatcher:
             _check_arity(command, len(args))
             _check_names(command, command.names, args, "namespace", NAMESPACE_LIMIT, self._prefix)
             _check_names(command, command.sids, args, "sid", SID_LIMIT, self._prefix)
-            result = self._run(command, ctx, args)
+            if ctx.state.homes is None or not command.dotted or command.anywhere:
+                result = self._run(command, ctx, args)
+            else:
+                result = self._run_at_home(command, ctx, args, ctx.state.homes)
             if ctx.state.config.fsync == "always" and command.writes_with(args):
                 result = self._commit(command, ctx, result)
         except Exception as error:
@@ -171,6 +178,8 @@ class Dispatcher:
                 self._check_permission(self._strict and not command.open_to_all)
             if command.sid is not None:
                 _check_name(name, command.sid(frame.body), "sid", SID_LIMIT, self._prefix)
+                if ctx.state.homes is not None:
+                    ctx.state.homes.require(name, [bytes(command.sid(frame.body))])
             result = command.handler(ctx, frame.body)
             if _is_unfinished(result):
                 result = self._finish(name, result)
@@ -180,6 +189,25 @@ class Dispatcher:
             return self._timed(ctx, [], started, result)
         if time.monotonic() - started > self._slow:
             self._note_slow(ctx, [], started)
+        return result
+
+    def _run_at_home(
+        self, command: Command, ctx: Context, args: Args, homes: Homes
+    ) -> object | Coroutine[Any, Any, object]:
+        """Run it if what it is about lives on this worker, or may from now on."""
+        names = [bytes(name) for name in chosen(command.names or command.sids, args)]
+        if command.claims is None or not command.claims(args):
+            homes.require(command.name, names)
+            return self._run(command, ctx, args)
+        claimed = homes.claim(command.name, names)
+        try:
+            result = self._run(command, ctx, args)
+        except BaseException:
+            homes.unclaim(claimed)
+            raise
+        if isinstance(result, CoroutineType):
+            return _unclaim_after(result, homes, claimed)
+        homes.unclaim(claimed)
         return result
 
     @staticmethod
@@ -248,6 +276,15 @@ class Dispatcher:
             return _as_reply(error, name)
 
 
+async def _unclaim_after(
+    result: Coroutine[Any, Any, object], homes: Homes, claimed: list[bytes]
+) -> object:
+    try:
+        return await result
+    finally:
+        homes.unclaim(claimed)
+
+
 def _is_unfinished(result: object) -> bool:
     return isinstance(result, _UNFINISHED)
 
@@ -263,15 +300,7 @@ def _check_arity(command: Command, count: int) -> None:
 def _check_names(
     command: Command, positions: Positions, args: Args, kind: str, limit: int, prefix: bytes
 ) -> None:
-    if positions is None:
-        return
-    if positions == "first":
-        chosen = args[:1]
-    elif positions == "all":
-        chosen = args
-    else:
-        chosen = [args[position] for position in positions(args)]
-    for name in chosen:
+    for name in chosen(positions, args):
         _check_name(command.name, name, kind, limit, prefix)
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
-from pion_server.commands.registry import Access, Args, Context, Flag, command
+from pion_server.commands.registry import Access, Args, Context, Flag, always, command
 from pion_server.commands.saving import save_all, save_copies
 from pion_server.commands.v import INLINE_BYTES
 from pion_server.errors import BadArgument, CommandError, LogFailed
@@ -21,7 +21,14 @@ US_PER_TOKEN = 555
 MAX_EXPIRE = 10 * 365 * 86_400
 
 
-@command("KV.PREFIX.REGISTER", access=Access.TENANT, min_args=3, flags=Flag.WRITE, names="first")
+@command(
+    "KV.PREFIX.REGISTER",
+    access=Access.TENANT,
+    min_args=3,
+    flags=Flag.WRITE,
+    names="first",
+    claims=always,
+)
 def register(ctx: Context, args: Args) -> str:
     """KV.PREFIX.REGISTER <ns> <kv_dim> <vquant> [BLOCKS <size> <count> <hashes>] [PREFILL_MS <ms>]
 
@@ -32,7 +39,12 @@ def register(ctx: Context, args: Args) -> str:
 
 
 @command(
-    "KV.PREFIX.REGISTER.SCHEMA", access=Access.TENANT, min_args=4, flags=Flag.WRITE, names="first"
+    "KV.PREFIX.REGISTER.SCHEMA",
+    access=Access.TENANT,
+    min_args=4,
+    flags=Flag.WRITE,
+    names="first",
+    claims=always,
 )
 def register_schema(ctx: Context, args: Args) -> str:
     """KV.PREFIX.REGISTER.SCHEMA <ns> <n> <k_spec>*n <v_spec>*n [BLOCKS ...] [PREFILL_MS <ms>]
@@ -60,20 +72,22 @@ def _register(ctx: Context, ns: Buffer, schemas: tuple[Schema, Schema], options:
     return "OK"
 
 
-@command("KV.PREFIX.LOOKUP", access=Access.TENANT, min_args=1, names="first")
+@command("KV.PREFIX.LOOKUP", access=Access.TENANT, min_args=1, names="first", anywhere=True)
 def lookup(ctx: Context, args: Args) -> str:
     """KV.PREFIX.LOOKUP <ns> [TOKENS <n>] [PREFILL_MS <ms>]
 
     `+HIT` or `+MISS`. The options say what the value receipt credits for a hit.
     """
     tokens, prefill_ms = _receipt_options(args[1:])
-    stats = ctx.state.stats
-    k_side = ctx.state.vstore.lookup(arguments.name(args[0]))
-    if k_side is None:
+    stats, ns = ctx.state.stats, arguments.name(args[0])
+    k_side = ctx.state.vstore.lookup(ns)
+    if k_side is None and not _is_hit_elsewhere(ctx.state, ns):
         stats.misses += 1
         return "MISS"
-    credited = tokens if tokens is not None else k_side.rows(0)
-    if prefill_ms is None and tokens is None:
+    credited = tokens or 0
+    if k_side is not None and tokens is None:
+        credited = k_side.rows(0)
+    if k_side is not None and prefill_ms is None and tokens is None:
         prefill_ms = k_side.prefill_ms
     stats.hits += 1
     stats.tokens_served += credited
@@ -84,6 +98,11 @@ def lookup(ctx: Context, args: Args) -> str:
     else:
         stats.prefill_us_saved += credited * US_PER_TOKEN
     return "HIT"
+
+
+def _is_hit_elsewhere(state: ServerState, ns: bytes) -> bool:
+    found = None if state.homes is None else state.homes.elsewhere(ns)
+    return found is not None and found[1].hit
 
 
 def _receipt_options(args: Args) -> tuple[int | None, int | None]:
@@ -99,17 +118,34 @@ def _receipt_options(args: Args) -> tuple[int | None, int | None]:
     return values.get("TOKENS"), values.get("PREFILL_MS")
 
 
-@command("KV.PREFIX.DROP", access=Access.TENANT, min_args=1, flags=Flag.WRITE, names="all")
+@command(
+    "KV.PREFIX.DROP",
+    access=Access.TENANT,
+    min_args=1,
+    flags=Flag.WRITE,
+    names="all",
+    anywhere=True,
+)
 def drop(ctx: Context, args: Args) -> int:
     """KV.PREFIX.DROP <ns> [<ns> ...]
 
     Frees both sides, manifest, table and pin; answers of how many anything was held.
     """
     names = [arguments.name(arg) for arg in args]
-    return int(ctx.state.vstore.drop_prefixes(names, ctx.connection))
+    dropped = int(ctx.state.vstore.drop_prefixes(names, ctx.connection))
+    if not dropped and ctx.state.homes is not None:
+        ctx.state.homes.require("KV.PREFIX.DROP", names)
+    return dropped
 
 
-@command("KV.PREFIX.OWNER", access=Access.TENANT, min_args=1, max_args=1, names="first")
+@command(
+    "KV.PREFIX.OWNER",
+    access=Access.TENANT,
+    min_args=1,
+    max_args=1,
+    names="first",
+    anywhere=True,
+)
 def owner(ctx: Context, args: Args) -> str:
     """KV.PREFIX.OWNER <ns>
 
@@ -117,7 +153,10 @@ def owner(ctx: Context, args: Args) -> str:
     """
     ns = arguments.name(args[0])
     if not ctx.state.vstore.holds(ns):
-        return "-1"
+        found = None if ctx.state.homes is None else ctx.state.homes.elsewhere(ns)
+        if found is None:
+            return "-1"
+        return f"{found[0]} {found[1].digest}" if found[1].digest else str(found[0])
     k_side = ctx.state.vstore.table.get(ns + b"_pk")
     digest = k_side.schema.digest() if k_side is not None else 0
     return f"{ctx.state.worker_id} {digest}" if digest else str(ctx.state.worker_id)
@@ -172,9 +211,9 @@ def info(ctx: Context, args: Args) -> bytes:
         "wal_bytes": vstore.log.end if vstore.log.durable else 0,
         "wal_appended": vstore.log.appended,
         "wal_replayed": vstore.log.replayed,
-        "directory_enabled": 0,
+        "directory_enabled": int(state.homes is not None),
         "my_worker_id": state.worker_id,
-        "directory_entries": 0,
+        "directory_entries": state.homes.count() if state.homes is not None else 0,
         "sdpa_warm": state.attend.slots.warm,
         "sdpa_cold": state.attend.slots.cold,
         "sdpa_demotions": state.attend.slots.demotions,
@@ -237,6 +276,10 @@ def _only_gets(args: Args) -> bool:
     return word(args[1]) == "GET"
 
 
+def _begins(args: Args) -> bool:
+    return word(args[1]) == "BEGIN"
+
+
 @command(
     "KV.PREFIX.META",
     access=Access.TENANT,
@@ -245,6 +288,7 @@ def _only_gets(args: Args) -> bool:
     flags=Flag.WRITE,
     names="first",
     reads=_only_gets,
+    claims=_begins,
     args="<ns> BEGIN | SET <gen> <blob> | ABORT <gen> | GET",
 )
 def meta(ctx: Context, args: Args) -> object:
@@ -315,11 +359,18 @@ def expire(ctx: Context, args: Args) -> int:
 
 
 @command(
-    "KV.PREFIX.ADMIT", access=Access.TENANT, min_args=1, max_args=1, flags=Flag.WRITE, names="first"
+    "KV.PREFIX.ADMIT",
+    access=Access.TENANT,
+    min_args=1,
+    max_args=1,
+    flags=Flag.WRITE,
+    names="first",
+    anywhere=True,
 )
 def admit(ctx: Context, args: Args) -> int:
     """KV.PREFIX.ADMIT <ns>
 
     Adds one to the namespace's miss counter and answers it: processes share n-hit admission.
     """
-    return int(ctx.state.vstore.admit(arguments.name(args[0])))
+    ns, homes = arguments.name(args[0]), ctx.state.homes
+    return int(ctx.state.vstore.admit(ns) if homes is None else homes.admit(ns))

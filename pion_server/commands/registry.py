@@ -22,6 +22,9 @@
   whose stores are its own, `Access.ADMIN` nobody else. There is no default.
 * `names` and `sids` say which arguments are namespaces (1..200 bytes) and sids (1..205): `"first"`,
   `"all"`, or a function from `args` to their positions. Dispatch checks them before any effect.
+* With several workers a dotted command is answered by the one that holds the names it is about;
+  the others turn it away. `claims(args)` says which requests may make a name of nobody's ours;
+  with `anywhere` the function itself sees to what other workers hold (`ctx.state.homes`).
 
 Modules of this package register by being there: dispatch imports all of them.
 """
@@ -98,6 +101,8 @@ class Command:
     open_to_all: bool
     admin_only: bool
     reads: Callable[[Args], bool] | None
+    claims: Callable[[Args], bool] | None
+    anywhere: bool
 
     def writes_with(self, args: Args) -> bool:
         """Whether a request with these arguments needs the writer lock."""
@@ -129,6 +134,8 @@ def command(
     names: Positions = None,
     sids: Positions = None,
     reads: Callable[[Args], bool] | None = None,
+    claims: Callable[[Args], bool] | None = None,
+    anywhere: bool = False,
 ) -> Callable[[HandlerT], HandlerT]:
     """Register the decorated function as command `name`; `max_args=None`: no upper bound."""
 
@@ -155,10 +162,28 @@ def command(
             open_to_all=access is Access.ANYONE,
             admin_only=access is Access.ADMIN,
             reads=reads,
+            claims=claims,
+            anywhere=anywhere,
         )
         return handler
 
     return register
+
+
+def always(args: Args) -> bool:
+    """For `claims`: every request."""
+    return True
+
+
+def chosen(positions: Positions, args: Args) -> Args:
+    """The arguments that `names` or `sids` point to."""
+    if positions is None:
+        return []
+    if positions == "first":
+        return args[:1]
+    if positions == "all":
+        return args
+    return [args[position] for position in positions(args)]
 
 
 def find_command(name: Buffer) -> Command | None:

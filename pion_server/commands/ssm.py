@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
-from pion_server.commands.registry import Access, Args, Context, Flag, command
+from pion_server.commands.registry import Access, Args, Context, Flag, always, command
 from pion_server.commands.v import INLINE_BYTES
 from pion_server.errors import BadArgument
 from pion_server.payload import Chunk, FileSpan, Offload, Payload
@@ -22,6 +22,7 @@ MAX_LAYER = 2**32 - 2
     max_args=5,
     flags=Flag.WRITE,
     names="first",
+    claims=always,
 )
 def store(ctx: Context, args: Args) -> object:
     """SSM.PREFIX.STORE <sid> <layer> <state_blob> [GEN <gen>]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
-from pion_server.commands.registry import Access, Args, Context, Flag, command
+from pion_server.commands.registry import Access, Args, Context, Flag, always, command
 from pion_server.errors import BadArgument
 from pion_server.formats import InputType
 from pion_server.payload import Offload, Payload
@@ -25,6 +25,7 @@ INLINE_BYTES = 1 << 18
     min_args=2,
     flags=Flag.WRITE,
     sids="first",
+    claims=always,
     args="<session_id> <value_dim> [VQUANT <format>] | [<default_dim>] SCHEMA <n> <spec> ...",
 )
 def create(ctx: Context, args: Args) -> int:
@@ -283,14 +284,17 @@ def _lines(fields: Iterable[tuple[str, object]]) -> bytes:
     return "".join(f"{key}:{value}\r\n" for key, value in fields).encode()
 
 
-@command("V.DROP", access=Access.TENANT, min_args=1, flags=Flag.WRITE, sids="all")
+@command("V.DROP", access=Access.TENANT, min_args=1, flags=Flag.WRITE, sids="all", anywhere=True)
 def drop(ctx: Context, args: Args) -> int:
     """V.DROP <sid> [<sid> ...]
 
     Raw sids; answers how many sessions were dropped.
     """
     sids = [arguments.name(arg) for arg in args]
-    return int(ctx.state.vstore.drop_sessions(sids, ctx.connection))
+    dropped = int(ctx.state.vstore.drop_sessions(sids, ctx.connection))
+    if not dropped and ctx.state.homes is not None:
+        ctx.state.homes.require("V.DROP", sids)
+    return dropped
 
 
 @command("V.SNAPSHOT", access=Access.TENANT, min_args=1, max_args=1, flags=Flag.WRITE, sids="first")

@@ -195,15 +195,19 @@ def sync_directory(directory: Path) -> None:
 
 
 class DirectoryLock:
-    """The exclusive right to a data directory; released by `close()` or by the process's end."""
+    """The right to a data directory; released by `close()` or by the process's end.
 
-    def __init__(self, directory: Path) -> None:
+    `shared`: with other workers of the same server, whose parent sees to it that each has files of
+    its own there.
+    """
+
+    def __init__(self, directory: Path, *, shared: bool = False) -> None:
         directory.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
         self._fd = os.open(
             directory / "pion.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE
         )
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._fd, 64, 0).decode("ascii", "replace").strip()
             os.close(self._fd)
@@ -211,8 +215,13 @@ class DirectoryLock:
                 f"data directory {directory} is in use by another pion-server"
                 + (f" (pid {holder})" if holder else "")
             ) from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        if not shared:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def share(self) -> None:
+        """Let workers in, and nobody who wants the directory alone. Raises OSError."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

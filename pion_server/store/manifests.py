@@ -50,6 +50,13 @@ class Manifests:
         self.by_ns: dict[bytes, Manifest] = {}
         self._fills: dict[bytes, Fill] = {}
         self.last_gen = 0
+        self._step, self._residue = 1, 0
+        # Called with each namespace whose manifest or fill has come or gone.
+        self.on_change: list[Callable[[bytes], None]] = []
+
+    def number_by(self, step: int, residue: int) -> None:
+        """From now on generations are `residue` modulo `step`: those of others never equal them."""
+        self._step, self._residue = step, residue
 
     def fill(self, ns: bytes) -> Fill | None:
         """The open fill of `ns`; an expired lease is no fill."""
@@ -66,10 +73,12 @@ class Manifests:
             return 0
         # By the clock, so that a store begun anew does not give out the old one's again.
         gen = max(self.last_gen + 1, int(self._now() * 1e6))
+        gen += (self._residue - gen) % self._step
         self._log.append(RecordType.FILL, dump_meta({"n": ns, "g": gen}))
         self.last_gen = gen
         self.by_ns.pop(ns, None)
         self._fills[ns] = Fill(gen, owner, self._clock() + LEASE_SECONDS)
+        self._changed(ns)
         return gen
 
     def set(self, ns: bytes, gen: int, blob: bytes | bytearray | memoryview) -> None:
@@ -80,12 +89,14 @@ class Manifests:
         record = self._log.append(RecordType.MANIFEST, dump_meta({"n": ns, "g": gen}), [blob])
         self.by_ns[ns] = Manifest(gen, record)
         self._fills.pop(ns, None)
+        self._changed(ns)
 
     def abort(self, ns: bytes, gen: int) -> None:
         """End the fill if `gen` is its generation; no effect otherwise."""
         fill = self.fill(ns)
         if fill is not None and fill.gen == gen:
             self._fills.pop(ns, None)
+            self._changed(ns)
 
     def get(self, ns: bytes) -> tuple[int, bytes] | None:
         """Generation and blob; DamagedEntry if the blob fails its checksum."""
@@ -116,13 +127,16 @@ class Manifests:
         fill = self.fill(ns)
         if fill is not None and fill.owner is not owner:
             self._fills.pop(ns, None)
+            self._changed(ns)
 
     def forget(self, ns: bytes, owner: object) -> bool:
         """Drop what is held of `ns` (the caller logs it); whether a manifest was among it."""
         fill = self.fill(ns)
         if fill is not None and fill.owner is not owner:
             self._fills.pop(ns, None)
-        return self.by_ns.pop(ns, None) is not None
+        had_manifest = self.by_ns.pop(ns, None) is not None
+        self._changed(ns)
+        return had_manifest
 
     def disconnect(self, owner: object) -> None:
         """End the fills of a closed connection."""
@@ -130,6 +144,11 @@ class Manifests:
         for ns, fill in list(self._fills.items()):
             if fill.owner is owner:
                 self._fills.pop(ns, None)
+                self._changed(ns)
+
+    def _changed(self, ns: bytes) -> None:
+        for notify in self.on_change:
+            notify(ns)
 
     def replay(self, type_: int, ns: bytes, gen: int, record: Record) -> None:
         """Apply one logged record at start-up."""

@@ -50,6 +50,8 @@ class StoreOptions:
     vstore_log: bool = True
     keyspace_log: bool = True
     keep_cut: bool = False
+    # Whether other workers have files of their own in the same directory.
+    shared: bool = False
 
 
 @dataclass(slots=True)
@@ -194,7 +196,7 @@ def open_stores(options: StoreOptions) -> Stores:
     if not directory.exists():
         directory.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
         sync_directory(directory.parent)
-    lock = DirectoryLock(directory)
+    lock = DirectoryLock(directory, shared=options.shared)
     try:
         with collector_paused():
             return _load(options, lock)

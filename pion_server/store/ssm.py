@@ -39,6 +39,8 @@ class SsmStore:
         self.limit = limit
         self.stored_bytes = 0
         self.evictions = 0
+        # Called with each sid that state was stored under or dropped from.
+        self.on_change: list[Callable[[bytes], None]] = []
         self._manifests = manifests
         self._pinned = pinned
         self._by_sid: OrderedDict[bytes, dict[int, Record]] = OrderedDict()
@@ -72,6 +74,7 @@ class SsmStore:
             self._manifests.written(sid, gen, owner)
             record = self.log.append_or_evict(RecordType.STATE, meta, [blob], sid)
         self._apply(sid, layer, record)
+        self._changed(sid)
 
     def _choose_victims(self, sid: bytes, more: int) -> list[Victim]:
         """Whom to evict so that `more` bytes of `sid` fit under the limit; OutOfMemory if none."""
@@ -103,6 +106,10 @@ class SsmStore:
         self._by_sid.move_to_end(sid)
         self._used_at[sid] = time.monotonic()
 
+    def holds(self, sid: bytes) -> bool:
+        """Whether it has any state; does not touch it."""
+        return sid in self._by_sid
+
     def held(self) -> list[tuple[bytes, int, float]]:
         """Each sid with its bytes and when it was last touched; least recently used first."""
         with self.lock:
@@ -127,6 +134,11 @@ class SsmStore:
     def _log_drop(self, sid: bytes, layer: int | None) -> None:
         self.log.append(RecordType.STATE_DROP, dump_meta({"s": sid, "l": layer}))
         self._apply_drop(sid, layer)
+        self._changed(sid)
+
+    def _changed(self, sid: bytes) -> None:
+        for notify in self.on_change:
+            notify(sid)
 
     def _evict(self, sid: bytes) -> None:
         if sid not in self._by_sid:  # gone with its prefix, which was evicted first

@@ -16,7 +16,7 @@ from pion_server.wire.connection import Connection
 from pion_server.wire.lane import Lane, Service
 from pion_server.wire.resp import SCRATCH
 
-_ACCEPTS_A_TURN = 64
+ACCEPTS_A_TURN = 64
 _SPOOL = 256 * 1024
 # Out of descriptors: accepting again at once would only spin.
 _ACCEPT_PAUSE = 0.1
@@ -43,14 +43,19 @@ class Server:
         output_limit: int = 256 * 1024 * 1024,
         input_limit: int = 1024 * 1024 * 1024,
         auth_timeout: float = 10.0,
+        accepts_a_turn: int = ACCEPTS_A_TURN,
     ) -> None:
-        """`output_limit`, `input_limit`: unread replies, and half-sent requests, of one client."""
+        """`output_limit`, `input_limit`: unread replies, and half-sent requests, of one client.
+
+        `accepts_a_turn`: 1 leaves a burst's others to those who accept from the same socket.
+        """
         self.service = service
         self.max_clients = max_clients
         self.per_address = per_address
         self.output_limit = output_limit
         self.input_limit = input_limit
         self.auth_timeout = auth_timeout
+        self._accepts_a_turn = accepts_a_turn
         self.loop = asyncio.get_running_loop()
         self.scratch = memoryview(bytearray(SCRATCH))
         self.spool = memoryview(bytearray(_SPOOL))
@@ -80,7 +85,7 @@ class Server:
         self.loop.add_reader(sock.fileno(), self._accept, sock, chosen)
 
     def _accept(self, listener: socket.socket, admit: Admit) -> None:
-        for _ in range(_ACCEPTS_A_TURN):
+        for _ in range(self._accepts_a_turn):
             try:
                 sock, peer = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionError):

@@ -1,4 +1,7 @@
-"""One server as this process sees it: a connection kept open, one reconnect, then a pause."""
+"""One server as this process sees it: a connection kept open, one reconnect, then a pause.
+
+Of a server of several workers it is a connection to each that holds what was asked for.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,18 @@ from pion_vllm_mlx.transport import (
     TransportError,
     Unavailable,
 )
+from pion_vllm_mlx.transport.homes import FIRST_WORKER_PORT, Homes, Worker
 from pion_vllm_mlx.transport.resp import RespConnection
 
 log = logging.getLogger("pion_vllm_mlx")
 
 #: Seconds without any attempt after a failure: a dead server costs one call its deadline, not all.
 PAUSE: Final = 5.0
+#: How often the commands of one exchange may be sent on to another worker.
+_ROUNDS: Final = 4
+#: Connections to the shared port until it is the right worker that accepts.
+_KNOCKS: Final = 16
+_WHO: Final = Command.of("KV.PREFIX.INFO")
 
 
 class Outage:
@@ -64,6 +73,9 @@ class Endpoint:
     An exchange that fails closes the connection and, unless only a kept connection had gone
     stale, makes the endpoint unavailable for `PAUSE` seconds: calls then fail at once, without
     touching the network. Each outage logs one warning. Thread-safe: one exchange at a time.
+
+    Commands whose first argument names a prefix that lives on another worker are repeated there,
+    and from then on sent there at once; so the parts of one exchange may go to several workers.
     """
 
     name = "tcp"
@@ -79,6 +91,7 @@ class Endpoint:
         clock: Callable[[], float] = time.monotonic,
         outage: Outage | None = None,
         tls: SSLContext | None = None,
+        homes: Homes | None = None,
     ) -> None:
         """`connect_timeout` (seconds) covers name resolution, connecting and authenticating."""
         self.host, self.port = host, port
@@ -87,7 +100,8 @@ class Endpoint:
         self._connect_timeout = connect_timeout
         self._outage = outage or Outage(clock)
         self._lock = ProcessLock()
-        self._connection: RespConnection | None = None
+        self._homes = homes or Homes()
+        self._connections: dict[Worker, RespConnection] = {}
         #: Connections opened so far.
         self.connects = 0
 
@@ -110,6 +124,7 @@ class Endpoint:
             connect_timeout=self._connect_timeout,
             outage=self._outage,
             tls=self.tls,
+            homes=self._homes,
         )
 
     def exchange(
@@ -122,7 +137,7 @@ class Endpoint:
         with self._lock:
             if not self.available:
                 raise Unavailable(f"{self} was unavailable less than {PAUSE:g} s ago")
-            if not retry and (self._connection is None or not self._connection.usable):
+            if not retry and not all(self._is_kept(self._homes.of(one)) for one in commands):
                 raise Unavailable("the connection these commands belong to is gone")
             try:
                 replies = self._attempt(commands, patience, retry)
@@ -130,7 +145,7 @@ class Endpoint:
                 self._close()  # what still comes answers nobody; the server itself is well
                 raise
             except TransportError as error:
-                closed_here = self._connection is not None and self._connection.aborted
+                closed_here = any(one.aborted for one in self._connections.values())
                 self._close()
                 if not closed_here:
                     self._outage.begin(self, str(error))
@@ -148,11 +163,36 @@ class Endpoint:
                 self._close()
             finally:
                 self._lock.release()
-        elif (connection := self._connection) is not None:
-            connection.abort()
+        else:
+            for connection in list(self._connections.values()):
+                connection.abort()
+
+    def _is_kept(self, worker: Worker) -> bool:
+        kept = self._connections.get(worker)
+        return kept is not None and kept.usable
 
     def _attempt(self, commands: Sequence[Command], patience: Patience, retry: bool) -> list[Reply]:
-        kept = self._connection
+        """The replies, those of other workers included."""
+        replies: list[Reply] = [None] * len(commands)
+        wanted = list(range(len(commands)))
+        for _ in range(_ROUNDS):
+            for worker, chosen in self._homes.grouped(commands, wanted).items():
+                asked = [commands[index] for index in chosen]
+                answers = self._ask(worker, asked, patience, retry)
+                for index, answer in zip(chosen, answers, strict=True):
+                    replies[index] = answer
+            # What belongs to one connection cannot go on at another.
+            if not retry:
+                break
+            wanted = [i for i in wanted if self._homes.learn(commands[i], replies[i])]
+            if not wanted:
+                break
+        return replies
+
+    def _ask(
+        self, worker: Worker, commands: Sequence[Command], patience: Patience, retry: bool
+    ) -> list[Reply]:
+        kept = self._connections.get(worker)
         if kept is not None and kept.usable:
             if not retry:
                 return _checked(kept.exchange(commands, patience))
@@ -164,25 +204,53 @@ class Endpoint:
                 if kept.aborted:
                     raise
                 # Closed since it was last used: the server may have restarted.
-        return _checked(self._connect().exchange(commands, patience))
+        return _checked(self._connect(worker).exchange(commands, patience))
 
-    def _connect(self) -> RespConnection:
-        self._close()
+    def _connect(self, worker: Worker) -> RespConnection:
+        """A new connection to a worker, by another one to the shared port if need be."""
+        old = self._connections.pop(worker, None)
+        if old is not None:
+            old.close()
+        if worker is None:
+            connection = self._open(self.port)
+        else:
+            try:
+                connection = self._open(self.port + FIRST_WORKER_PORT + worker)
+            except Unavailable:
+                connection = self._knock(worker)
+        self._connections[worker] = connection
+        return connection
+
+    def _knock(self, worker: int) -> RespConnection:
+        """Connect to the shared port until it is the worker that accepts.
+
+        So it goes where only one port is forwarded. A server that was restarted with fewer workers
+        has none of that number: then what was known of it is forgotten.
+        """
+        for _ in range(_KNOCKS):
+            connection = self._open(self.port)
+            (info,) = connection.exchange([_WHO], Patience())
+            lines = bytes(info).splitlines() if isinstance(info, bytes | bytearray) else []
+            if b"my_worker_id:%d" % worker in lines and b"directory_enabled:1" in lines:
+                return connection
+            connection.close()
+        self._homes.forget(worker)
+        return self._open(self.port)
+
+    def _open(self, port: int) -> RespConnection:
         self.connects += 1
-        self._connection = RespConnection(
+        return RespConnection(
             self.host,
-            self.port,
+            port,
             deadline=time.monotonic() + self._connect_timeout,
             username=self._username,
             password=self._password,
             tls=self.tls,
         )
-        return self._connection
 
     def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        while self._connections:
+            self._connections.popitem()[1].close()
 
     def __str__(self) -> str:
         return f"pion-server {self.host}:{self.port}"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pion_server.config import Config, parse
+from pion_server.config import Config, config_of_worker, parse
+from pion_server.doors import bind_doors
 from pion_server.flags import FLAGS, IGNORED, ConfigError, help_text, size
 from pion_server.tenants import Tenant
 
@@ -146,9 +147,25 @@ def test_what_does_not_exist_yet_is_refused(words: tuple[str, ...]) -> None:
     assert refusal(*words) == f"{words[0]} is not available in this version"
 
 
-def test_more_than_one_worker_is_refused() -> None:
-    text = refusal("--kvcache", "-w", "4", "--independent-workers")
-    assert text == "more than one worker is not available in this version"
+def test_workers_share_the_limits_of_their_server_and_of_each_tenant() -> None:
+    config = parse(
+        [
+            *("--kvcache", "-w", "4", "--independent-workers", "--metrics-port", "9000"),
+            *("--maxmemory", "4gb", "--max-disk", "8gb", "--requirepass", "s"),
+            *("--tenant", "a=x", "--tenant-quota", "a=1gb,6"),
+        ],
+        {},
+    )
+    assert (config.workers, config.notices) == (4, ())
+    part = config_of_worker(config, 3)
+    assert (part.max_memory, part.max_disk, part.ssm_budget) == (1 << 30, 2 << 30, None)
+    assert part.metrics_port == 9003
+    assert (part.tenants[0].max_bytes, part.tenants[0].max_sessions) == (256 << 20, 2)
+
+
+def test_workers_need_ports_above() -> None:
+    with pytest.raises(ConfigError, match="--port 65530 leaves no ports for 4 workers"):
+        bind_doors(parse(["-p", "65530", "-w", "4"], {}))
 
 
 @pytest.mark.parametrize(
