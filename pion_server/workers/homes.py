@@ -46,7 +46,9 @@ class Homes:
         # What the others have been told of our names, and of which K side.
         self._told: dict[bytes, tuple[Entry, Session | None]] = {}
         self._claimed: Counter[bytes] = Counter()
+        # To be looked at again: what could not be told, and fills, which end by the clock.
         self._late: set[bytes] = set()
+        self._filling: set[bytes] = set()
         vstore.manifests.number_by(MOST_WORKERS, self.worker)
         self._move_in()
         vstore.on_change.append(self.settle)
@@ -113,7 +115,8 @@ class Homes:
                 self._claimed[key] -= 1
                 if not self._claimed[key]:
                     del self._claimed[key]
-                self._late.add(key)
+                if key not in self._told:
+                    self._late.add(key)
             self.settle(key)
 
     def settle(self, name: bytes) -> None:
@@ -144,6 +147,10 @@ class Homes:
                 self._names.publish(key, entry)
                 self._told[key] = entry, k_side
         self._late.discard(key)
+        if self._vstore.manifests.fill(key) is not None:
+            self._filling.add(key)
+        else:
+            self._filling.discard(key)
 
     def _holds(self, key: bytes) -> bool:
         vstore = self._vstore
@@ -183,8 +190,10 @@ class Homes:
             )
 
     def sweep(self) -> None:
-        """Settle everything: fills end by the clock, too, and what was late is told."""
-        for key in [*self._told, *self._late]:
+        """Settle what no call tells of."""
+        with self._lock:
+            keys = self._late | self._filling
+        for key in keys:
             self.settle(key)
 
     async def keep_settled(self) -> None:

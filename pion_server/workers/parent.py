@@ -47,7 +47,12 @@ def serve_with_workers(config: Config) -> int:
         crash_log.note_start(status.read())
         status.write("starting")
         parent = _Parent(config, doors, None if tls is None else tls.doors, status, crash_log)
-        reason = asyncio.run(parent.run())
+        try:
+            reason = asyncio.run(parent.run())
+        except BaseException as error:
+            status.write("failed")
+            crash_log.note_exit(1, type(error).__name__)
+            raise
         remove_table(config.directory)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"cannot serve the data in {config.directory}: {error}") from error
@@ -201,6 +206,8 @@ class _Parent:
                 stdin=PIPE,
                 env=_environment(),
                 pass_fds=launch.descriptors,
+                # A terminal's Ctrl-C is for the parent, which passes it on.
+                process_group=0,
             )
         finally:
             os.close(report)

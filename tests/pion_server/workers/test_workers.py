@@ -187,6 +187,7 @@ def test_a_lookup_of_a_remote_prefix_credits_what_was_given(shared: ServerProces
         pairs = (line.split(":") for line in lines if ":" in line and "scope" not in line)
         return {key: int(value) for key, value in pairs if value.isdigit()}
 
+    one.call("CONFIG", "RESETSTAT")
     assert one.call("KV.PREFIX.LOOKUP", "remote") == "HIT"
     assert receipt()["kvprefix_hits"] == 1
     assert receipt()["kvprefix_tokens_served"] == 0
