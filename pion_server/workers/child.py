@@ -10,18 +10,21 @@ that input means that the parent is gone, and ends the worker.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import pickle
 import socket
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from pion_server import journal
 from pion_server.config import Config
 from pion_server.doors import Doors
 from pion_server.flags import ConfigError
 from pion_server.state import ServerState
+from pion_server.tenants import Tenant
 
 _LENGTH = struct.Struct("<I")
 _INPUT = 0
@@ -74,8 +77,42 @@ class Launch:
         return [self.report, *(fd for one in doors for fd in one.resp + one.binary)]
 
     def pack(self) -> bytes:
-        data = pickle.dumps(self)
+        """Its length and itself as JSON; `unpack` reads what follows the length."""
+        data = json.dumps(asdict(self), default=_as_json).encode()
         return _LENGTH.pack(len(data)) + data
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Launch:
+        """The launch that `pack` was called of."""
+        fields = json.loads(data, object_hook=_from_json)
+        config = fields["config"]
+        config["tenants"] = tuple(Tenant(**one) for one in config["tenants"])
+        config["notices"] = tuple(config["notices"])
+        doors, tls_doors = (
+            None
+            if one is None
+            else DoorNumbers(one["port"], tuple(one["resp"]), tuple(one["binary"]))
+            for one in (fields["doors"], fields["tls_doors"])
+        )
+        assert doors is not None
+        return cls(fields["worker"], Config(**config), doors, tls_doors, fields["report"])
+
+
+def _as_json(value: object) -> dict[str, str]:
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    raise TypeError(f"a launch holds no {type(value).__name__}")
+
+
+def _from_json(found: dict[str, Any]) -> Any:
+    match found:
+        case {"path": str() as text, **rest} if not rest:
+            return Path(text)
+        case {"bytes": str() as text, **rest} if not rest:
+            return bytes.fromhex(text)
+    return found
 
 
 def main() -> int:
@@ -114,9 +151,7 @@ def main() -> int:
 
 def _read_launch() -> Launch:
     (length,) = _LENGTH.unpack(_read(_LENGTH.size))
-    launch = pickle.loads(_read(length))
-    assert isinstance(launch, Launch)
-    return launch
+    return Launch.unpack(_read(length))
 
 
 def _read(count: int) -> bytes:
@@ -142,7 +177,4 @@ def _end_with_parent(state: ServerState) -> None:
 
 
 if __name__ == "__main__":
-    # Under the name that the parent's pickles use.
-    from pion_server.workers import child
-
-    sys.exit(child.main())
+    sys.exit(main())
