@@ -9,6 +9,10 @@ are written:
     (`bench-stage2`), and where it was measured
     <!-- end of result -->
 
+    <!-- printed: NAME -->
+    what that benchmark's command printed
+    <!-- end of printed -->
+
 A test holds the pages to the files, so a number can only change together with its result.
 """
 
@@ -42,11 +46,14 @@ PAGES: Mapping[Path, Collection] = {
     ROOT / "docs" / "benchmarks.md": BENCHES,
 }
 #: Benchmarks of figures alone that README or docs name.
-NAMED = ("bench-blas",)
+NAMED = ("bench-blas", "bench-demo")
 
 _BLOCK = re.compile(
     r"(<!-- result: (?P<name>[\w-]+) (?P<number>\d+) -->\n)(?P<body>.*?)(<!-- end of result -->)",
     re.DOTALL,
+)
+_PRINTED = re.compile(
+    r"(<!-- printed: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end of printed -->)", re.DOTALL
 )
 
 
@@ -86,7 +93,7 @@ def render_pages() -> dict[Path, str]:
     by_name = {one["name"].removeprefix(EVALS.prefix): one for one in _documents(PUBLISHED)}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
-        if path not in PAGES and _BLOCK.search(text):
+        if path not in PAGES and (_BLOCK.search(text) or _PRINTED.search(text)):
             pages[path] = fill_blocks(text, by_name)
     return pages
 
@@ -103,14 +110,21 @@ def fill_blocks(text: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
         table = document["result"]["tables"][int(block["number"])]
         return f"{block[1]}\n{render_table(table)}\n{_origin(document)}\n\n{block[5]}"
 
-    return _BLOCK.sub(fill, text)
+    def fill_printed(block: re.Match[str]) -> str:
+        document = load_result(block["name"])
+        shown = f"```text\n{document['result']['printed']}\n```"
+        about = {"fraction": 1, "model": ""} | document
+        return f"{block[1]}\n{shown}\n\n{_origin(about)}\n\n{block[4]}"
+
+    return _PRINTED.sub(fill_printed, _BLOCK.sub(fill, text))
 
 
 def blocks_of(text: str) -> list[tuple[int, int]]:
     """First and last line (from 0) of every block, its marks included."""
     return [
         (text.count("\n", 0, block.start()), text.count("\n", 0, block.end()))
-        for block in _BLOCK.finditer(text)
+        for pattern in (_BLOCK, _PRINTED)
+        for block in pattern.finditer(text)
     ]
 
 
