@@ -43,7 +43,7 @@ demo: $(STAMP)
 TEST_PROCESSES ?= 2
 
 test: $(STAMP)
-	$(RUN) -m pytest -m 'not nightly' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	$(RUN) -m pytest -m 'not nightly' -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly: $(STAMP)
 	$(RUN) -m pytest -m nightly $(ARGS)
