@@ -46,7 +46,13 @@ def wait_until(fact: Callable[[], bool]) -> None:
 
 
 def wait_until_written(serve: Process) -> None:
-    wait_until(lambda: stats(serve)["gauges"]["tier_bytes_waiting"] == 0)
+    """An answer ends before its conversation is given to the store: wait for both."""
+
+    def is_written() -> bool:
+        found = stats(serve)
+        return found["tier"]["stores"] > 0 and found["gauges"]["tier_bytes_waiting"] == 0
+
+    wait_until(is_written)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
