@@ -50,7 +50,7 @@ def wait_until_written(serve: Process) -> None:
 
     def is_written() -> bool:
         found = stats(serve)
-        return found["tier"]["stores"] > 0 and found["gauges"]["tier_bytes_waiting"] == 0
+        return bool(found["tier"]["stores"]) and not found["gauges"]["tier_bytes_waiting"]
 
     wait_until(is_written)
 
