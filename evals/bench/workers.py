@@ -4,8 +4,9 @@ Prefixes of 8 MB (8 layers, 256 values a row, float32), 32 of them, 8 on each wo
 restores one over TCP, from the worker that has it. The clients are processes of their own, one a
 core, each of a thread per connection: threads of one process would wait for one another.
 
-Expected: at least 1.5 times as quick with four workers, where the machine has cores to spare
-beside the clients'; on two cores the clients' own work bounds it.
+Expected: at least 1.5 times as quick with four workers where one worker is what everybody waits
+for. Where server and clients share the cores and keep all of them busy with one worker already
+(`busy cores`), more workers cannot add anything.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Final
@@ -21,7 +23,7 @@ import numpy as np
 
 from evals.findings import Bar, Findings, Table
 from evals.rounds import interleave, medians, ratio_of
-from evals.serving import local_server
+from evals.serving import Caller, local_server
 from pion_vllm_mlx.transport import Command, Patience
 from pion_vllm_mlx.transport.endpoint import Endpoint
 
@@ -44,16 +46,28 @@ def run(rounds: int = ROUNDS, clients: int = CLIENTS, rows: int = _ROWS) -> Find
         _store(several.port, names, rows, workers=WORKERS)
         servers = {"one worker": alone.port, f"{WORKERS} workers": several.port}
         restores = {server: _Restoring(port, names, rows) for server, port in servers.items()}
+        ports = {"one worker": [alone.port], f"{WORKERS} workers": _own_ports(several.port)}
         try:
             ways: dict[str, Callable[[], object]] = {
                 server: restoring.once for server, restoring in restores.items()
             }
             for way in ways.values():  # connections, redirects and page caches
                 way()
+            before = {server: _cpu_of(ports[server]) for server in ports}
+            for restoring in restores.values():
+                restoring.cpu = 0.0
             seconds = interleave(ways, rounds)
+            cpu = {
+                server: {
+                    "server": (_cpu_of(ports[server]) - before[server]) / sum(seconds[server]),
+                    "clients": restores[server].cpu / sum(seconds[server]),
+                }
+                for server in ports
+            }
         finally:
             for restoring in restores.values():
                 restoring.close()
+            several.stop()  # in order: workers of a killed server write for another moment
     ratio = ratio_of(seconds["one worker"], seconds[f"{WORKERS} workers"])
     found = medians(seconds)
     total = clients * _LAYERS * _DIM * rows * 4
@@ -65,13 +79,20 @@ def run(rounds: int = ROUNDS, clients: int = CLIENTS, rows: int = _ROWS) -> Find
             "cores": os.cpu_count(),
             "seconds": found,
             "one_over_several": ratio,
+            "busy_cores": cpu,
         },
         tables=[
             Table(
                 f"{clients} clients restore {total // clients / 1e6:.0f} MB each at once",
-                ("server", "seconds", "GB/s"),
+                ("server", "seconds", "GB/s", "busy cores: server", "clients"),
                 [
-                    (server, f"{value:.3f}", f"{total / value / 1e9:.2f}")
+                    (
+                        server,
+                        f"{value:.3f}",
+                        f"{total / value / 1e9:.2f}",
+                        f"{cpu[server]['server']:.2f}",
+                        f"{cpu[server]['clients']:.2f}",
+                    )
                     for server, value in found.items()
                 ],
             )
@@ -80,11 +101,25 @@ def run(rounds: int = ROUNDS, clients: int = CLIENTS, rows: int = _ROWS) -> Find
     )
 
 
+def _own_ports(port: int) -> list[int]:
+    return [port + 2 + number for number in range(WORKERS)]
+
+
+def _cpu_of(ports: Sequence[int]) -> float:
+    """Seconds of processor time that the servers behind these ports have used."""
+    used = 0.0
+    for port in ports:
+        text = bytes(Caller(port)("INFO", "CPU")).decode()
+        lines = dict(line.split(":") for line in text.splitlines() if ":" in line)
+        used += float(lines["used_cpu_sys"]) + float(lines["used_cpu_user"])
+    return used
+
+
 def _store(port: int, names: Sequence[str], rows: int, workers: int) -> None:
     """Each name on the next worker."""
     layer = np.random.default_rng(rows).standard_normal((rows, _DIM), np.float32)
     blob = memoryview(layer.tobytes())
-    homes = [port] if workers == 1 else [port + 2 + number for number in range(workers)]
+    homes = [port] if workers == 1 else _own_ports(port)
     endpoints = [Endpoint(port=home, connect_timeout=20) for home in homes]
     for index, name in enumerate(names):
         commands = [Command.of("KV.PREFIX.REGISTER", name, _DIM, "fp32")]
@@ -105,6 +140,8 @@ class _Restoring:
     def __init__(self, port: int, names: Sequence[str], rows: int) -> None:
         spawn = multiprocessing.get_context("spawn")
         count = min(os.cpu_count() or 1, len(names))
+        #: Seconds of processor time in the rounds since it was last set to 0.
+        self.cpu = 0.0
         self._pipes: list[Connection] = []
         self._processes = []
         for number in range(count):
@@ -120,8 +157,7 @@ class _Restoring:
         """All names restored."""
         for pipe in self._pipes:
             pipe.send(None)
-        for pipe in self._pipes:
-            pipe.recv()
+        self.cpu += sum(pipe.recv() for pipe in self._pipes)
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -137,6 +173,7 @@ def _serve_rounds(pipe: Connection, port: int, names: list[str], rows: int) -> N
             pipe.recv()
         except EOFError:
             return
+        started = time.process_time()
         threads = [threading.Thread(target=reader.read) for reader in readers]
         for thread in threads:
             thread.start()
@@ -144,7 +181,7 @@ def _serve_rounds(pipe: Connection, port: int, names: list[str], rows: int) -> N
             thread.join()
         if any(reader.failed for reader in readers):
             return
-        pipe.send(None)
+        pipe.send(time.process_time() - started)
 
 
 class _Reader:
