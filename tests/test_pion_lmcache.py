@@ -64,6 +64,14 @@ def test_rows_come_back_as_they_were_stored(store: PionStore) -> None:
     assert not store.lookup("my_app|prompt_a")
 
 
+def test_a_prefix_of_mixed_formats_has_an_owner(shared: Server, store: PionStore) -> None:
+    specs = ("fmt=fp16,dim=32", "fmt=fp32,dim=32") * 2
+    shared.client().call("KV.PREFIX.REGISTER.SCHEMA", "mixed", 2, *specs)
+    assert " " in shared.client().call("KV.PREFIX.OWNER", "mixed")
+    assert store.owner("mixed") == 0
+    assert store.owner("nobody's") is None
+
+
 def test_heads_and_lossy_formats(shared: Server) -> None:
     """[tokens, H, D] is one row of H·D values a token; the format is the store's."""
     with PionStore(port=shared.port, vquant="int8") as store:

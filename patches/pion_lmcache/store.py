@@ -134,7 +134,8 @@ class PionStore:
 
     def owner(self, namespace: str) -> int | None:
         """The worker it lives on, None if none has it."""
-        worker = int(str(self._ask("KV.PREFIX.OWNER", namespace)))
+        # Behind the number may stand the digest of a mixed schema.
+        worker = int(str(self._ask("KV.PREFIX.OWNER", namespace)).split()[0])
         return None if worker < 0 else worker
 
     def drop(self, namespace: str) -> bool:
