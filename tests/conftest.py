@@ -29,6 +29,13 @@ START_TIMEOUT = 30.0
 os.environ["PION_PROMPT_CACHE_ALWAYS_RESTORE"] = "1"
 
 
+def has_input(file: Any, seconds: float = 0) -> bool:
+    """Whether something can be read, the end included; `select()` takes no number above 1,023."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(max(seconds, 0) * 1000))
+
+
 class ReplyError(Exception):
     """An error reply; `str(error)` is its text after the `-`."""
 
@@ -168,7 +175,7 @@ class ServerProcess:
         text = b""
         while not READY.search(text.decode()) or not text.endswith(b"\n"):
             left = deadline - time.monotonic()
-            ready, _, _ = select.select([stdout], [], [], max(left, 0))
+            ready = has_input(stdout, left)
             piece = os.read(stdout.fileno(), 4096) if ready else b""
             if not piece:
                 self.kill()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import has_input
 from tests.lmcache_stand_in import Chunk, Memory, stand_in
 
 Server = Any
@@ -131,8 +131,7 @@ def l2_adapter(port: int) -> Any:
 
 def ended(fd: int) -> None:
     """Wait for one task's end."""
-    ready, _, _ = select.select([fd], [], [], 20)
-    assert ready, "nobody was told"
+    assert has_input(fd, 20), "nobody was told"
     os.read(fd, 1)
 
 

@@ -58,9 +58,10 @@ class Reply:
     def is_gone(self) -> bool:
         """Whether the other side has closed the connection."""
         connection: socket.socket = self._handler.connection
+        poll = select.poll()  # select() takes no descriptor above 1,023
         try:
-            ready, _, _ = select.select([connection], [], [], 0)
-            return bool(ready) and not connection.recv(1, socket.MSG_PEEK)
+            poll.register(connection, select.POLLIN)
+            return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):
             return True
 

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -27,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
-from tests.conftest import START_TIMEOUT, ServerProcess
+from tests.conftest import START_TIMEOUT, ServerProcess, has_input
 
 READY = re.compile(r"pion-server ready on (\S+):(\d+) ")
 
@@ -143,7 +142,7 @@ class ForgedServer(ServerProcess):
         text = b""
         while not (READY.search(text.decode()) and text.endswith(b"\n")):
             left = deadline - time.monotonic()
-            ready, _, _ = select.select([stdout], [], [], max(left, 0))
+            ready = has_input(stdout, left)
             piece = os.read(stdout.fileno(), 4096) if ready else b""
             if not piece:
                 self.kill()
