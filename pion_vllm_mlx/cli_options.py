@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Never
 
+from pion_vllm_mlx.transport.address import DEFAULT_HOST, DEFAULT_PORT
+
 if TYPE_CHECKING:
     from pion_vllm_mlx.transport import Patience
     from pion_vllm_mlx.transport.endpoint import Endpoint
 
-DEFAULT_PORT: Final = 1974
 #: Seconds to connect, and until an answer begins. A person waits here, not a request.
 _CONNECT: Final = 5.0
 _ANSWER: Final = 10.0
@@ -47,7 +48,7 @@ def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-chat-template", action="store_true", help="encode the text of --prompt as it is"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--host", default=DEFAULT_HOST, help="default: %(default)s")
     parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="default: %(default)s")
     parser.add_argument("--username", metavar="TENANT", help="for a server with tenants")
     parser.add_argument(

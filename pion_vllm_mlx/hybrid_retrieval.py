@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from pion_patches.cache_rebuild import dismantle, rebuild
+from pion_patches.cache_rebuild import RebuildError, dismantle, rebuild
 from pion_patches.hybrid import classify
 from pion_patches.rotation import require_rotation
 from pion_vllm_mlx.arguments import check_ids, vocab_size_of
@@ -155,14 +155,16 @@ class HybridRetrievalCache:
             name = self._name("chunk", chunk_id)
             ids = None if tokens is None else self._check(chunk_id, tokens)
             volume = self._take(name, ids)
-            if volume is None:
+            cache = None if volume is None else self._rebuild(volume)
+            if cache is None:
                 known = ids if ids is not None else self._ids.get(name)
                 if known is None:
                     raise KeyError(self._unknown("chunk", chunk_id))
                 volume = self._compute(known)
                 self._remember(name, known)
                 self._keep(name, chunk_id, volume)
-            return rebuild(self._template(), volume.image), suffix
+                cache = rebuild(self._template(), volume.image)
+            return cache, suffix
 
     def set_shared_stub(self, tokens: Iterable[Any]) -> None:
         """The tokens every composition begins with; packs are computed behind them.
@@ -280,6 +282,14 @@ class HybridRetrievalCache:
         self._tally.add("hits")
         self._tally.add("tokens_restored", len(volume.ids))
         return volume
+
+    def _rebuild(self, volume: Volume) -> list[Any] | None:
+        """The caller's own cache; None for stored rows that are not this model's after all."""
+        try:
+            return rebuild(self._template(), volume.image)
+        except RebuildError:
+            self._tally.add_miss("rebuild")
+            return None
 
     def _pack(self, name: bytes, pack_id: str) -> Volume:
         volume = self._take(name, None)
