@@ -26,7 +26,7 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: a list with one message at least")
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
-    chat["messages"] = [*_system(body.get("system")), *_messages(messages)]
+    chat["messages"] = [*_system(body.get("system")), *_joined(_messages(messages))]
     if stops := body.get("stop_sequences"):
         chat["stop"] = list(stops)
     thinking = body.get("thinking")
@@ -124,6 +124,9 @@ def _system(system: Any) -> Iterator[dict[str, Any]]:
 
 
 def _messages(messages: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Chat messages. A system message amid the others, as agents send for what has changed, is
+    the user's: templates know one at the beginning only, and some raise for any other."""
+    heads = True
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in (
             "user",
@@ -138,7 +141,32 @@ def _messages(messages: Sequence[Any]) -> Iterator[dict[str, Any]]:
         if message["role"] == "assistant":
             yield _assistant(blocks)
         else:
-            yield from _user(blocks, message["role"])
+            yield from _user(blocks, message["role"] if heads else "user")
+        heads = heads and message["role"] == "system"
+
+
+def _joined(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """User messages that follow each other are one turn, as in Anthropic's API.
+
+    Many templates allow for nothing else.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        if not last.get("role") == message["role"] == "user":
+            found.append(message)
+            continue
+        one, other = last["content"], message["content"]
+        if isinstance(one, str) and isinstance(other, str):
+            content: Any = f"{one}\n\n{other}"
+        else:
+            content = [*_parts(one), *_parts(other)]
+        found[-1] = {"role": "user", "content": content}
+    return found
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _assistant(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from pion_vllm_mlx.serve.service import Service, error_body
 log = logging.getLogger("pion_vllm_mlx")
 
 GETS: Final = {
+    # Agents ask for it to see whether anybody is there.
+    "/": "root",
     "/v1/models": "models",
     "/health": "health",
     "/v1/pion/stats": "stats",
@@ -85,7 +87,8 @@ class Visit(BaseHTTPRequestHandler):
         self._visit(POSTS, self._read_body)
 
     def do_HEAD(self) -> None:
-        self._visit({}, None)
+        """The headers of a GET."""
+        self._visit(GETS, None)
 
     def do_OPTIONS(self) -> None:
         """A browser's question before it lets a page send anything."""

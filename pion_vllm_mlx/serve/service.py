@@ -92,6 +92,10 @@ class Service:
         sink = ResponsesSink(reply, exchange, body, conversation, self.remembered)
         self._run("responses", exchange, _CHAT, chat, reply, sink)
 
+    def root(self, reply: Reply) -> None:
+        """GET /: who is there."""
+        reply.json(200, {"server": "pion-vllm-mlx serve", "model": self.name})
+
     def models(self, reply: Reply) -> None:
         """GET /v1/models"""
         reply.json(200, {"object": "list", "data": [self._model()]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import socket
@@ -84,9 +85,22 @@ def test_what_is_not_there_is_said_not_to_be(guarded: Endpoint) -> None:
     assert guarded.ask(CHAT)[0] == 404
 
 
-def test_a_connection_serves_one_request_after_another(guarded: Endpoint) -> None:
-    import http.client
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/health", "/metrics"])
+def test_head_is_get_without_a_body(guarded: Endpoint, path: str) -> None:
+    """Claude Code asks HEAD / before anything else."""
+    found = []
+    for method in ("HEAD", "GET"):
+        connection = http.client.HTTPConnection("127.0.0.1", guarded.door.port, timeout=20)
+        connection.request(method, path)
+        response = connection.getresponse()
+        kind = response.headers["Content-Type"]
+        found.append((response.status, kind, response.read()))
+        connection.close()
+    assert found[0] == (200, found[1][1], b"")
+    assert found[1][2]
 
+
+def test_a_connection_serves_one_request_after_another(guarded: Endpoint) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", guarded.door.port, timeout=20)
     for _ in range(3):
         connection.request("POST", CHAT, json.dumps(QUESTION))

@@ -7,6 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from pion_vllm_mlx.serve.anthropic import to_chat
 from tests.pion_vllm_mlx.serve.endpoint import Endpoint
 from tests.pion_vllm_mlx.serve.parrot import TOOL_CALL
 
@@ -162,6 +163,39 @@ def test_thoughts_come_back_into_the_prompt(parrot: Endpoint) -> None:
         said["content"][0]["thinking"] = thought  # type: ignore[index]
         counts.append(parrot.ask("/v1/messages/count_tokens", {"messages": messages})[2])
     assert counts[1]["input_tokens"] > counts[0]["input_tokens"]
+
+
+def test_a_system_message_amid_the_others_is_the_users(parrot: Endpoint) -> None:
+    """Claude Code 2 sends them, and templates such as Qwen3.5's raise for them."""
+    body = {
+        "system": [{"type": "text", "text": "Be good."}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hello."}]},
+            {"role": "system", "content": "There are no agents."},
+            {"role": "assistant", "content": "Hi."},
+            {"role": "user", "content": "Go on."},
+        ],
+    }
+    joined = {"role": "user", "content": "Hello.\n\nThere are no agents."}
+    assert to_chat(body)["messages"] == [
+        {"role": "system", "content": "Be good."},
+        joined,
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "Go on."},
+    ]
+    assert parrot.ask("/v1/messages/count_tokens", body)[0] == 200
+    # At the beginning it is what it is, and a picture stays a part of its own.
+    picture = {"type": "image", "source": {"url": "http://nowhere/"}}
+    body = {
+        "messages": [
+            {"role": "system", "content": "Be good."},
+            {"role": "user", "content": [picture]},
+            {"role": "user", "content": "What is it?"},
+        ]
+    }
+    system, user = to_chat(body)["messages"]
+    assert system == {"role": "system", "content": "Be good."}
+    assert [part["type"] for part in user["content"]] == ["image_url", "text"]
 
 
 @pytest.mark.parametrize(
