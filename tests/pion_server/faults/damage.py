@@ -1,6 +1,6 @@
 """A recorded history of a small store, and copies of its files to be damaged.
 
-`record` performs random acts one by one and notes, after each, every image and the length of both
+`record` performs random acts one by one and notes, after each, every image and the length of all
 logs: so it is known which images a log cut anywhere must show.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pion_server.store.key_values import LARGE
 from tests.conftest import RawClient
 from tests.pion_server.faults import oracle
 from tests.pion_server.faults.forge import ForgedServer
@@ -18,8 +19,9 @@ from tests.pion_server.faults.load import Ledger, Writer, perform
 from tests.pion_server.faults.observer import Refused, observe
 from tests.pion_server.faults.oracle import Image
 
-VLOG, SLOG = "pion.vstore.wal.0", "pion.ssm.wal.0"
-VSNAPSHOT, SSNAPSHOT = "pion.vstore.0", "pion.ssm.0"
+VLOG, SLOG, KLOG = "pion.vstore.wal.0", "pion.ssm.wal.0", "pion.wal.0"
+LOGS = (VLOG, SLOG, KLOG)
+VSNAPSHOT, SSNAPSHOT, KSNAPSHOT = "pion.vstore.0", "pion.ssm.0", "pion.snapshot.0"
 NAMES = ("alpha", "beta", "gamma")
 Images = dict[str, Image]
 
@@ -60,7 +62,7 @@ def record(server: ForgedServer, acts: int, seed: int, before_save: int = 0) -> 
     moments: list[Moment] = []
 
     def note(ns: str, between: list[Image]) -> None:
-        lengths = {name: (server.directory / name).stat().st_size for name in (VLOG, SLOG)}
+        lengths = {name: (server.directory / name).stat().st_size for name in LOGS}
         images = {ledger.ns: ledger.image for ledger in ledgers}
         moments.append(Moment(lengths, images, ns, between))
 
@@ -111,6 +113,8 @@ def write_more(client: RawClient) -> Ledger:
     ledger = Ledger("afterwards")
     values = bytes([1, 2, 3, 60] * (2 * oracle.DIM))
     acts = [oracle.register("afterwards", "fp32"), oracle.store_state("afterwards", 0, b"state")]
+    acts += [oracle.set_key("afterwards", "s0", b"value")]
+    acts += [oracle.set_fields("afterwards", "h0", {b"small": b"1", b"large": bytes(LARGE)})]
     acts += [oracle.store("afterwards", side, "fp32", 0, 0, values) for side in oracle.SIDES]
     perform(client, ledger, acts)
     return ledger

@@ -11,13 +11,25 @@ from typing import Any
 
 import numpy as np
 
+from pion_server.store.key_values import LARGE
 from tests.conftest import RawClient, ReplyError
 from tests.pion_server.faults import oracle
 from tests.pion_server.faults.observer import observe
-from tests.pion_server.faults.oracle import DIM, FORMATS, LAYERS, SIDES, Act, Image
+from tests.pion_server.faults.oracle import (
+    DIM,
+    FORMATS,
+    HASHES,
+    LAYERS,
+    SIDES,
+    STRINGS,
+    Act,
+    Image,
+)
 
 MAX_ROWS = 24
 PIPELINE = 8
+# Values of the keyspace on both sides of where they stay in the log.
+VALUE_SIZES = (0, 1, 40, LARGE - 1, LARGE, 3 * LARGE)
 
 
 @dataclass
@@ -139,6 +151,8 @@ class Writer(threading.Thread):
 
     def _choose(self, ledger: Ledger) -> list[Act]:
         ns, image, draw = ledger.ns, ledger.image, self._random
+        if draw.random() < 0.2:
+            return [self._key(ns) for _ in range(draw.randint(1, 3))]
         sessions = [key[1] for key in image if key[0] == "session"]
         dice = draw.random()
         if len(sessions) < 2 or dice < 0.05:
@@ -194,6 +208,20 @@ class Writer(threading.Thread):
             return [oracle.drop_state(ns, layer)]
         blob = self._random.randbytes(self._random.choice((0, 1, 100, 3000)))
         return [oracle.store_state(ns, layer, blob, self._gen(ns))]
+
+    def _key(self, ns: str) -> Act:
+        """SET, HSET of some fields or DEL of some keys."""
+        draw = self._random
+        dice = draw.random()
+        if dice < 0.25:
+            return oracle.delete_keys(ns, *draw.sample((*STRINGS, *HASHES), draw.randint(1, 2)))
+        if dice < 0.6:
+            return oracle.set_key(ns, draw.choice(STRINGS), self._value())
+        names = draw.sample((b"f", b"\xff\0", b""), draw.randint(1, 3))
+        return oracle.set_fields(ns, draw.choice(HASHES), {name: self._value() for name in names})
+
+    def _value(self) -> bytes:
+        return self._random.randbytes(self._random.choice(VALUE_SIZES))
 
     def _rewind(self, ledger: Ledger, side: str) -> list[Act]:
         """V.SNAPSHOT now and V.RESTORE another time; the numbers end with the connection."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.conftest import RawClient, ReplyError
-from tests.pion_server.faults.oracle import LAYERS, SIDES, Image, Words
+from tests.pion_server.faults.oracle import HASHES, LAYERS, SIDES, STRINGS, Image, Words
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ def observe(client: RawClient, ns: str) -> Image:
     infos = [("V.INFO", ns + side) for side in SIDES]
     states = [("SSM.PREFIX.FETCH", ns, layer) for layer in range(LAYERS)]
     rest = [("KV.PREFIX.BLOCKS", ns), ("KV.PREFIX.META", ns, "GET"), ("KV.PREFIX.LOOKUP", ns)]
-    answers = ask(client, [*infos, *rest, *states])
+    keys: list[Words] = [("GET", f"{ns}:{word}") for word in STRINGS]
+    keys += [("HGETALL", f"{ns}:{word}") for word in HASHES]
+    answers = ask(client, [*infos, *rest, *states, *keys])
     table, manifest, hit = answers[2:5]
     image: Image = {}
     counts: dict[tuple[str, int], int] = {}
@@ -35,9 +37,14 @@ def observe(client: RawClient, ns: str) -> Image:
         image[("blocks", "_pk")] = table
     if manifest is not None:
         image[("manifest",)] = manifest if isinstance(manifest, Refused) else tuple(manifest)
-    for layer, state in enumerate(answers[5:]):
+    for layer, state in enumerate(answers[5 : 5 + LAYERS]):
         if state is not None:
             image[("state", layer)] = state
+    for word, held in zip((*STRINGS, *HASHES), answers[5 + LAYERS :], strict=True):
+        if isinstance(held, list) and held:
+            image[("key", word)] = frozenset(zip(held[::2], held[1::2], strict=True))
+        elif held not in (None, []):
+            image[("key", word)] = held
     assert (hit == "HIT") == all(("session", side) in image for side in SIDES)
     return image
 

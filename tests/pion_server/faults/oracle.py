@@ -7,6 +7,8 @@ An `Image` is all that a client can read of one namespace:
     ("blocks", "_pk")      the block table
     ("manifest",)          (generation, blob)
     ("state", layer)       recurrent state
+    ("key", word)          what key `<ns>:<word>` of the keyspace holds: a string's bytes, or a
+                           hash's fields and values as a frozenset of pairs
 
 An `Act` is one command and the images it leads through: the last one counts when the command is
 acknowledged; after a crash before that, any of them may stand, whole, but nothing else.
@@ -28,6 +30,7 @@ FORMATS = ("fp32", "int8", "fp16", "turbo4", "bf16", "turbo3", "raw", "turbo2", 
 DIM = 32
 LAYERS = 4
 SIDES = ("_pk", "_pv")
+STRINGS, HASHES = ("s0", "s1"), ("h0",)
 
 
 @dataclass(frozen=True)
@@ -172,3 +175,29 @@ def drop_state(ns: str, layer: int) -> Act:
         return [bare, {k: v for k, v in bare.items() if k != ("state", layer)}]
 
     return Act(("SSM.PREFIX.DROP", ns, layer), lead)
+
+
+def set_key(ns: str, word: str, value: bytes) -> Act:
+    """SET, whatever the key was before."""
+    return Act(("SET", f"{ns}:{word}", value), lambda image: [image | {("key", word): value}])
+
+
+def set_fields(ns: str, word: str, fields: dict[bytes, bytes]) -> Act:
+    """HSET: all of its fields or none."""
+    words: Words = ("HSET", f"{ns}:{word}", *(part for pair in fields.items() for part in pair))
+
+    def lead(image: Image) -> list[Image]:
+        held = dict(image.get(("key", word), ())) | fields
+        return [image | {("key", word): frozenset(held.items())}]
+
+    return Act(words, lead)
+
+
+def delete_keys(ns: str, *words: str) -> Act:
+    """DEL: all of them or none."""
+    gone = {("key", word) for word in words}
+
+    def lead(image: Image) -> list[Image]:
+        return [{key: value for key, value in image.items() if key not in gone}]
+
+    return Act(("DEL", *(f"{ns}:{word}" for word in words)), lead)

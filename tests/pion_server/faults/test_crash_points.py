@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pion_server.store.key_values import LARGE
 from tests.conftest import RawClient
 from tests.pion_server.faults import oracle
 from tests.pion_server.faults.forge import ForgedServer
@@ -29,7 +30,9 @@ def prefix(ns: str, fmt: str, seed: int) -> list[Act]:
     acts = [oracle.register(ns, fmt, bytes(range(16)))]
     acts += [oracle.store(ns, side, fmt, 0, 0, rows(seed)) for side in oracle.SIDES]
     acts += [oracle.store(ns, "_pk", fmt, 1, 0, rows(seed + 1, 3))]
-    return [*acts, oracle.store_state(ns, 0, bytes([seed] * 50))]
+    acts += [oracle.store_state(ns, 0, bytes([seed] * 50))]
+    acts += [oracle.set_key(ns, "s0", bytes([seed] * 50)), oracle.set_key(ns, "s1", b"\r\n")]
+    return [*acts, oracle.set_fields(ns, "h0", {b"small": b"1", b"large": bytes([seed]) * LARGE})]
 
 
 def populate(client: RawClient) -> list[Ledger]:
@@ -52,6 +55,8 @@ def write_meanwhile(client: RawClient, ledgers: list[Ledger]) -> None:
     one, two, gone, late = ledgers
     perform(client, one, [oracle.store("one", "_pk", "fp16", 0, 1, rows(9))])
     perform(client, two, [oracle.drop("two"), oracle.store_state("two", 1, b"new")])
+    perform(client, two, [oracle.delete_keys("two", "s0", "h0"), oracle.set_key("two", "s1", b"")])
+    perform(client, one, [oracle.set_fields("one", "h0", {b"large": b"2"})])
     perform(client, late, prefix("late", "bf16", 7))
     perform(client, gone, [oracle.register("gone", "fp8")])
 
@@ -130,8 +135,11 @@ def test_a_crash_at_every_step_of_a_save_loses_nothing(
         Fault("rename", "pion.vstore.wal.0.tmp", kill=True),
         Fault("rename", "pion.ssm.0.tmp", kill=True),
         Fault("rename", "pion.ssm.wal.0.tmp", kill=True),
+        Fault("rename", "pion.snapshot.0.tmp", kill=True),
+        Fault("rename", "pion.wal.0.tmp", kill=True),
         Fault("fsync", "pion.directory", skip=0, kill=True),
         Fault("fsync", "pion.directory", skip=1, kill=True),
+        Fault("fsync", "pion.directory", skip=2, kill=True),
     ],
     ids=lambda fault: f"{fault.op}-{fault.name}-{fault.skip}",
 )

@@ -11,9 +11,12 @@ import pytest
 
 from pion_server.store.files import StoreFile
 from pion_server.store.log import HEAD, Record
-from pion_server.store.opening import SSM_KIND, VSTORE_KIND
+from pion_server.store.opening import KEYS_KIND, SSM_KIND, VSTORE_KIND
 from pion_server.store.reading import LogReader
 from tests.pion_server.faults.damage import (
+    KLOG,
+    KSNAPSHOT,
+    LOGS,
     NAMES,
     SLOG,
     SSNAPSHOT,
@@ -30,22 +33,25 @@ from tests.pion_server.faults.damage import (
 )
 from tests.pion_server.faults.forge import Forge, ForgedServer
 from tests.pion_server.faults.observer import Refused
-from tests.pion_server.faults.oracle import Image, without
+from tests.pion_server.faults.oracle import Image
 
 KINDS = {VLOG: VSTORE_KIND, VSNAPSHOT: VSTORE_KIND, SLOG: SSM_KIND, SSNAPSHOT: SSM_KIND}
+KINDS |= {KLOG: KEYS_KIND, KSNAPSHOT: KEYS_KIND}
+# What lies in another log than rows and manifests do.
+LOG_OF = {"state": SLOG, "key": KLOG}
 Servers = Callable[..., ForgedServer]
 
 
 @pytest.fixture(scope="module")
 def logged(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> History:
     """Everything lies in the logs."""
-    return _history(forge, tmp_path_factory.mktemp("logged"), 150, 5, 0)
+    return _history(forge, tmp_path_factory.mktemp("logged"), 220, 5, 0)
 
 
 @pytest.fixture(scope="module")
 def saved(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> History:
     """Most lies in snapshots, the rest in the logs."""
-    return _history(forge, tmp_path_factory.mktemp("saved"), 8, 6, 150)
+    return _history(forge, tmp_path_factory.mktemp("saved"), 8, 6, 220)
 
 
 def _history(forge: Forge, home: Path, acts: int, seed: int, before_save: int) -> History:
@@ -73,27 +79,24 @@ def started(forged: Servers, memory_path: Path) -> Callable[[History], ForgedSer
     return start
 
 
-def with_states_of(images: Images, states: Images) -> Images:
-    """The images with recurrent state, which lies in the other log, as in `states`."""
-    found = {}
-    for name in NAMES:
-        state = {key: value for key, value in states[name].items() if key[0] == "state"}
-        found[name] = without(images[name], "state") | state
-    return found
+def put_together(images: Images, log: str, others: Images) -> Images:
+    """What lies in `log` as in `images`, what lies in other logs as in `others`."""
+
+    def part(image: Image, wanted: bool) -> Image:
+        return {k: v for k, v in image.items() if (LOG_OF.get(k[0], VLOG) == log) is wanted}
+
+    return {name: part(images[name], True) | part(others[name], False) for name in NAMES}
 
 
 def after_cut(history: History, log: str, length: int) -> list[Images]:
-    """The images of which one must stand when `log` ends at `length` and the other log is whole."""
+    """The images of which one must stand when `log` ends at `length` and the others are whole."""
     number = max(n for n, m in enumerate(history.moments) if m.lengths[log] <= length)
     before = history.moments[number].images
     candidates = [before]
     if number + 1 < len(history.moments):
         under_way: Moment = history.moments[number + 1]
         candidates += [before | {under_way.ns: image} for image in under_way.between]
-    last = history.images
-    if log == VLOG:
-        return [with_states_of(images, last) for images in candidates]
-    return [with_states_of(last, images) for images in candidates]
+    return [put_together(images, log, history.images) for images in candidates]
 
 
 def cut_lengths(history: History, log: str, records: int) -> range:
@@ -119,7 +122,7 @@ def check_cut(
         ledger.settle(server.client())
 
 
-@pytest.mark.parametrize("log", [VLOG, SLOG])
+@pytest.mark.parametrize("log", LOGS)
 def test_a_log_cut_inside_its_last_records_shows_what_was_before(
     started: Callable[[History], ForgedServer], logged: History, log: str
 ) -> None:
@@ -133,7 +136,7 @@ def test_a_log_cut_inside_its_last_records_shows_what_was_before(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("log", [VLOG, SLOG])
+@pytest.mark.parametrize("log", LOGS)
 def test_a_log_cut_at_every_byte_of_its_last_records_shows_what_was_before(
     started: Callable[[History], ForgedServer], logged: History, log: str
 ) -> None:
@@ -160,7 +163,7 @@ def tails(history: History, log: str) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("log", [VLOG, SLOG])
+@pytest.mark.parametrize("log", LOGS)
 def test_a_filled_tail_costs_nothing_and_later_writes_survive(
     started: Callable[[History], ForgedServer], logged: History, log: str
 ) -> None:
@@ -230,7 +233,8 @@ def flip_bits(
     print(f"\n{name} ({size} bytes): {count} bits flipped, {dict(outcome)}")
 
 
-FILES = [("logged", VLOG), ("logged", SLOG), ("saved", VSNAPSHOT), ("saved", SSNAPSHOT)]
+FILES = [("logged", log) for log in LOGS]
+FILES += [("saved", name) for name in (VSNAPSHOT, SSNAPSHOT, KSNAPSHOT)]
 
 
 @pytest.mark.parametrize(("history", "name"), FILES)
@@ -308,6 +312,8 @@ def _values(ns: str, image: Image) -> Iterator[tuple[object, ...]]:
         if key[0] == "rows":
             fmt = image[("session", key[1])]
             yield from ((ns, key, row, fmt, data) for row, data in enumerate(value))
+        elif isinstance(value, frozenset):
+            yield from ((ns, key, field, data) for field, data in value)
         else:
             yield (ns, key, value)
 
@@ -335,7 +341,7 @@ def check_sectors(
     print(f"\n{name} ({size} bytes): sectors zeroed, {dict(outcome)}")
 
 
-@pytest.mark.parametrize("name", [VLOG, SLOG])
+@pytest.mark.parametrize("name", LOGS)
 def test_a_lost_sector_invents_nothing(
     started: Callable[[History], ForgedServer], logged: History, name: str
 ) -> None:
@@ -345,14 +351,14 @@ def test_a_lost_sector_invents_nothing(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [VLOG, SLOG])
+@pytest.mark.parametrize("name", LOGS)
 def test_any_lost_sector_invents_nothing(
     started: Callable[[History], ForgedServer], logged: History, name: str
 ) -> None:
     check_sectors(started, logged, name, 1)
 
 
-@pytest.mark.parametrize("log", [VLOG, SLOG])
+@pytest.mark.parametrize("log", LOGS)
 @pytest.mark.parametrize("size", [1, 39, 40, 41, 8192])
 def test_a_log_of_zeros_is_an_empty_log(
     forged: Servers, tmp_path: Path, log: str, size: int

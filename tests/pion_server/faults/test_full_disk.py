@@ -87,13 +87,17 @@ def test_a_full_disk_refuses_with_nothing_changed_and_later_all_works(
     for number, ledger in enumerate(ledgers):
         small = oracle.store(ledger.ns, "_pk", "fp32", 0, 0, values(number, 8192))
         acts = [oracle.register(ledger.ns, "fp32"), small, oracle.store_state(ledger.ns, 0, b"s")]
+        acts += [oracle.set_fields(ledger.ns, "h0", {b"f": b"1"})]
         perform(client, ledger, acts)
+        assert client.call("EXISTS", f"{ledger.ns}:h0") == 1  # leased: not evicted
         complete(client, ledger)
         assert client.call("KV.PREFIX.PIN", ledger.ns) == 1
     other = occupy(small_disk, 300_000)
     big = oracle.store("n0", "_pk", "fp32", 1, 0, values(9))
     state = oracle.store_state("n1", 0, values(9))
-    for act in (big, state, big):
+    key = oracle.set_key("n2", "s0", values(9))
+    fields = oracle.set_fields("n2", "h0", {b"f": b"2", b"large": values(9)})
+    for act in (big, state, key, fields, big):
         (reply,) = ask(client, [act.words])
         assert isinstance(reply, Refused)
         assert reply.text.startswith("MISCONF cannot write to the log: No space left"), reply
@@ -108,6 +112,7 @@ def test_a_full_disk_refuses_with_nothing_changed_and_later_all_works(
     other.unlink()
     perform(client, ledgers[0], [big])
     perform(client, ledgers[1], [state])
+    perform(client, ledgers[2], [key, fields])
     server.kill()
     server.start()
     client = server.client()

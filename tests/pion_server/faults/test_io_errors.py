@@ -33,12 +33,13 @@ def fill(client: RawClient, ns: str, rows: int = 40) -> Ledger:
     """A prefix of one kilobyte and more a layer, and state."""
     ledger = Ledger(ns)
     acts = [oracle.register(ns, "fp32"), oracle.store_state(ns, 0, VALUES)]
+    acts += [oracle.set_key(ns, "s0", VALUES), oracle.set_fields(ns, "h0", {b"f": VALUES * rows})]
     acts += [oracle.store(ns, "_pk", "fp32", n, 0, VALUES * rows) for n in range(3)]
     perform(client, ledger, [*acts, oracle.store(ns, "_pv", "fp32", 0, 0, VALUES)])
     return ledger
 
 
-@pytest.mark.parametrize("log", ["pion.vstore.wal.0", "pion.ssm.wal.0"])
+@pytest.mark.parametrize("log", ["pion.vstore.wal.0", "pion.ssm.wal.0", "pion.wal.0"])
 def test_a_failed_fsync_is_an_error_and_final(forged: Servers, plan: Path, log: str) -> None:
     """CASES E09: once. No later COMMIT may succeed by the kernel having forgotten the error."""
     server = forged(faults=plan)
@@ -69,6 +70,8 @@ def fill_act(log: str) -> oracle.Act:
     """A write that needs this log."""
     if "ssm" in log:
         return oracle.store_state("unsure", 1, b"more")
+    if log == "pion.wal.0":
+        return oracle.set_key("unsure", "s0", b"more")
     return oracle.store("unsure", "_pk", "fp32", 0, 0, VALUES)
 
 
