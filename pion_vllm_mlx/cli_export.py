@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from pion_vllm_mlx.cli_options import (
-    Failed,
     add_prefix_arguments,
-    connect,
-    fail,
+    find_prefix_server,
     fingerprint_of,
     load_model,
     read_ids,
 )
+from pion_vllm_mlx.operations.server import Failed, fail
 
 _REASONS: Final = {
     "absent": "the server has no prefix of that name",
@@ -61,7 +60,7 @@ def _export(options: argparse.Namespace) -> str:
         raise Failed(f"{path} exists; --force replaces it")
     if not path.absolute().parent.is_dir():
         raise Failed(f"there is no folder {path.absolute().parent}")
-    server, namespace, patience = connect(options)
+    server, namespace, patience = find_prefix_server(options)
     found = find_any_prefix(server, namespace, patience)
     model, tokenizer = load_model(options.model)
     ids = read_ids(options, model, tokenizer) or found.manifest.ids

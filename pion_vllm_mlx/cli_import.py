@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pion_vllm_mlx.cli_options import (
-    Failed,
     add_prefix_arguments,
-    connect,
-    fail,
+    find_prefix_server,
     fingerprint_of,
     load_model,
     read_ids,
 )
+from pion_vllm_mlx.operations.server import Failed, fail
 
 if TYPE_CHECKING:
     from pion_patches.pieces import CacheImage
@@ -80,7 +79,7 @@ def _import(options: argparse.Namespace) -> str:
         said = read_description(path)
     except ValueError as error:
         raise Failed(f"{path} is no prompt cache: {error}") from error
-    server, namespace, patience = connect(options)
+    server, namespace, patience = find_prefix_server(options)
     if has_manifest(server, namespace, patience) and not options.force:
         raise Failed("the server has a prefix under this name; --force replaces it")
     model, tokenizer = load_model(options.model)

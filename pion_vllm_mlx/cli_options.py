@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Never
+from typing import TYPE_CHECKING, Any
 
-from pion_vllm_mlx.transport.address import DEFAULT_HOST, DEFAULT_PORT
+from pion_vllm_mlx.operations.server import (
+    ANSWER,
+    Failed,
+    Server,
+    add_server_arguments,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from pion_vllm_mlx.transport import Patience
     from pion_vllm_mlx.transport.endpoint import Endpoint
-
-#: Seconds to connect, and until an answer begins. A person waits here, not a request.
-_CONNECT: Final = 5.0
-_ANSWER: Final = 10.0
-
-
-class Failed(Exception):
-    """The command cannot be carried out; the message says what to do about it."""
 
 
 def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,45 +45,19 @@ def add_prefix_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-chat-template", action="store_true", help="encode the text of --prompt as it is"
     )
-    parser.add_argument("--host", default=DEFAULT_HOST, help="default: %(default)s")
-    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="default: %(default)s")
-    parser.add_argument("--username", metavar="TENANT", help="for a server with tenants")
-    parser.add_argument(
-        "--password-file", type=Path, metavar="FILE", help="the server's password, its first line"
-    )
+    add_server_arguments(parser)
 
 
-def fail(command: str, reason: object) -> Never:
-    """End the command with one line on stderr and status 1."""
-    raise SystemExit(f"pion-vllm-mlx {command}: {' '.join(str(reason).split())}") from None
-
-
-def connect(options: argparse.Namespace) -> tuple[Endpoint, bytes, Patience]:
+def find_prefix_server(options: argparse.Namespace) -> tuple[Endpoint, bytes, Patience]:
     """The server, the prefix's name there, and how long to wait. Nothing is sent; may be Failed."""
     from pion_vllm_mlx.arguments import check_namespace
     from pion_vllm_mlx.transport import Patience
-    from pion_vllm_mlx.transport.endpoint import Endpoint
 
-    # One line of ours tells what went wrong; what the library logs is for applications.
-    logging.getLogger("pion_vllm_mlx").setLevel(logging.ERROR)
     try:
         namespace = check_namespace(options.namespace)
     except ValueError as error:
         raise Failed(error) from error
-    password = None if options.password_file is None else read_password(options.password_file)
-    server = Endpoint(
-        options.host,
-        options.port,
-        username=options.username,
-        password=password,
-        connect_timeout=_CONNECT,
-    )
-    return server, namespace, Patience(first_byte=_ANSWER)
-
-
-def read_password(path: str | Path) -> str:
-    """The first line of a file. Raises Failed."""
-    return _read(Path(path)).partition("\n")[0].rstrip("\r")
+    return Server(options).lane, namespace, Patience(first_byte=ANSWER)
 
 
 def load_model(path: str) -> tuple[Any, Any]:
@@ -116,7 +87,7 @@ def read_ids(options: argparse.Namespace, model: Any, tokenizer: Any) -> tuple[i
         ids = options.tokens
     elif options.tokens_file is not None:
         try:
-            ids = _token_ids(_read(options.tokens_file))
+            ids = _token_ids(read_text(options.tokens_file))
         except argparse.ArgumentTypeError as error:
             raise Failed(f"{options.tokens_file}: {error}") from error
     elif options.prompt is not None:
@@ -142,12 +113,6 @@ def _encode(tokenizer: Any, text: str, with_template: bool) -> Any:
     return tokenizer.encode(text)
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 1 to 65535")
-    return int(text)
-
-
 def _token_ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     try:
@@ -159,10 +124,3 @@ def _token_ids(text: str) -> list[int]:
     if not isinstance(loaded, list) or not all(type(token) is int for token in loaded):
         raise argparse.ArgumentTypeError("token ids are integers: 1,15,7")
     return loaded
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise Failed(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

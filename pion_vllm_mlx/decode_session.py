@@ -199,7 +199,7 @@ class DecodeSession:
         if self._binary is not None and self._binary.usable:
             try:
                 reply = self._binary.ask(
-                    DECODE_STEP, step.frame(), step.reply_bytes, self._patience
+                    DECODE_STEP, step.frame(), step.reply_bytes, self._patience, step.sid
                 )
                 return step.parts(reply.data)
             except TimedOut:
@@ -228,7 +228,7 @@ class DecodeSession:
         with contextlib.suppress(TransportError, Declined):
             if self._binary is not None and self._binary.usable:
                 body = memoryview(_LENGTH.pack(len(self._sid)) + self._sid + self._token)
-                self._binary.ask(DECODE_CLOSE, [body], 0, self._patience)
+                self._binary.ask(DECODE_CLOSE, [body], 0, self._patience, self._sid)
             elif self._resp.available:
                 words = Command.of("ATTEND.DECODE.CLOSE", self._sid, self._token)
                 self._resp.exchange([words], self._patience)

@@ -179,6 +179,7 @@ class PionPromptCache(AttendQueries):
                     password=server.password,
                     connect_timeout=timeout,
                     tls=context,
+                    homes=self._lane.homes if isinstance(self._lane, Endpoint) else None,
                 )
             self._stage2 = self._make_stage2(binary)
         self._named = NamedPrefixes(

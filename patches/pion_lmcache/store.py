@@ -8,10 +8,10 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_lmcache.workers import Workers
-from pion_vllm_mlx.transport import Argument, Command, Place, Reply
+from pion_vllm_mlx.transport import Argument, Command, Patience, Place, Reply, ServerError
 from pion_vllm_mlx.transport.address import find_server
-from pion_vllm_mlx.transport.tls import Tls
+from pion_vllm_mlx.transport.endpoint import Endpoint
+from pion_vllm_mlx.transport.tls import Tls, client_context
 
 F32 = NDArray[np.float32]
 Side = Literal["K", "V"]
@@ -49,12 +49,19 @@ class PionStore:
         connect_timeout: float = 2.0,
     ) -> None:
         self.vquant = vquant
-        self._workers = Workers(
-            find_server(host, port, user, password, tls),
-            auto_redirect=auto_redirect,
-            timeout=timeout,
+        where = find_server(host, port, user, password, tls)
+        # Who calls is told of every failure: no call is spared by one before.
+        self._lane = Endpoint(
+            where.host,
+            where.port,
+            username=where.username,
+            password=where.password,
             connect_timeout=connect_timeout,
+            tls=client_context(where.tls),
+            pause=0.0,
+            follow=auto_redirect,
         )
+        self._patience = Patience(first_byte=timeout, stall=timeout, total=10 * timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +76,7 @@ class PionStore:
 
     def close(self) -> None:
         """Close the connections; a later call opens them again."""
-        self._workers.close()
+        self._lane.close()
 
     def register(
         self,
@@ -110,7 +117,6 @@ class PionStore:
                 token_offset + start,
                 len(part),
                 part.data.cast("B"),
-                about=namespace,
             )
 
     def fetch_layer(
@@ -124,7 +130,7 @@ class PionStore:
             return made[0].data.cast("B")
 
         sid = _sid(namespace, side)
-        reply = self._ask("V.FETCH", sid, layer, "RANGE", start, end, about=namespace, place=place)
+        reply = self._ask("V.FETCH", sid, layer, "RANGE", start, end, place=place)
         return None if reply is None else made[0].reshape(end - start, -1)
 
     def lookup(self, namespace: str, *, tokens: int | None = None) -> bool:
@@ -140,7 +146,7 @@ class PionStore:
 
     def drop(self, namespace: str) -> bool:
         """Forget the prefix; whether there was one."""
-        return self._ask("KV.PREFIX.DROP", namespace, about=namespace) == 1
+        return self._ask("KV.PREFIX.DROP", namespace) == 1
 
     def info(self) -> dict[str, int]:
         """The figures of KV.PREFIX.INFO, of the worker that answered."""
@@ -153,8 +159,11 @@ class PionStore:
         """Have everything acknowledged so far survive a power loss too."""
         self._ask("KV.PREFIX.COMMIT")
 
-    def _ask(self, *words: Argument, about: str | None = None, place: Place | None = None) -> Reply:
-        return self._workers.ask(Command(words, place), about)
+    def _ask(self, *words: Argument, place: Place | None = None) -> Reply:
+        (reply,) = self._lane.exchange([Command(words, place)], self._patience)
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
 
 
 def _sid(namespace: str, side: Side) -> str:

@@ -178,7 +178,7 @@ class Dispatcher:
                 self._check_permission(self._strict and not command.open_to_all)
             if command.sid is not None:
                 _check_name(name, command.sid(frame.body), "sid", SID_LIMIT, self._prefix)
-                if ctx.state.homes is not None:
+                if ctx.state.homes is not None and not command.anywhere:
                     ctx.state.homes.require(name, [bytes(command.sid(frame.body))])
             result = command.handler(ctx, frame.body)
             if _is_unfinished(result):

@@ -5,7 +5,7 @@
 
 A function answers bytes or None (OK without any), or a coroutine of one, and refuses by raising a
 CommandError: the wire makes a status of it. `sid` finds the session a body names, which dispatch
-checks as it does RESP's.
+checks as it does RESP's; `anywhere`: each of several workers answers, not its owner alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Handler: TypeAlias = Callable[[Context, Buffer], object]
 _U16 = struct.Struct("<H")
 _FUSED = struct.Struct("<HHHHII")  # layer, H_q, D, H_kv, M, S_suf: behind the sid
 _WINDOW = struct.Struct("<I")
+_HOME = struct.Struct("<3H")
 _DEFAULT_WINDOW = 0xFFFFFFFF
 
 
@@ -37,6 +38,7 @@ class FrameCommand:
     handler: Handler
     sid: Callable[[Buffer], Buffer] | None
     open_to_all: bool
+    anywhere: bool
 
 
 FRAMES: dict[int, FrameCommand] = {}
@@ -48,13 +50,14 @@ def frame(
     *,
     sid: Callable[[Buffer], Buffer] | None = None,
     open_to_all: bool = False,
+    anywhere: bool = False,
 ) -> Callable[[Handler], Handler]:
     """Register the decorated function as the binary lane's command `code`."""
 
     def register(handler: Handler) -> Handler:
         if code in FRAMES:
             raise ValueError(f"two frames have the code {code:#x}")
-        FRAMES[code] = FrameCommand(name, handler, sid, open_to_all)
+        FRAMES[code] = FrameCommand(name, handler, sid, open_to_all, anywhere)
         return handler
 
     return register
@@ -88,6 +91,18 @@ def sid_first(body: Buffer) -> Buffer:
     if stop > len(body):
         raise Unparsable("the body ends within its sid")
     return body[_U16.size : stop]
+
+
+@frame(0x38, "ATTEND_PREFIX_HOME", sid=sid_first, anywhere=True)
+def find_home(ctx: Context, body: Buffer) -> bytes:
+    """sid: u16 worker to ask about it, u16 this worker, u16 how many there are.
+
+    An ERROR cannot say that a session lives on another worker: who got one asks here. What nobody
+    holds is this worker's as far as anybody knows.
+    """
+    here, homes = ctx.state.worker_id, ctx.state.homes
+    found = None if homes is None else homes.elsewhere(bytes(sid_first(body)), "ATTEND")
+    return _HOME.pack(here if found is None else found[0], here, ctx.state.config.workers)
 
 
 @frame(0x24, "ATTEND_PREFIX_QUERY_FUSED", sid=sid_first)

@@ -222,6 +222,7 @@ def info(ctx: Context, args: Args) -> bytes:
         "decode_sessions": state.attend.decodes.count,
         "decode_bytes": state.attend.decodes.nbytes,
         "decode_evictions": state.attend.decodes.evictions,
+        "directory_workers": state.config.workers,
     }
     return "".join(f"{key}:{value}\r\n" for key, value in fields.items()).encode()
 

@@ -23,11 +23,12 @@ _DELAY = 0.5
 _CHECKSUM = re.compile(r"[0-9a-f]{16}\Z")
 
 
-@command("PION.SOCKET", access=Access.TENANT, min_args=0, max_args=0)
+@command("PION.SOCKET", access=Access.TENANT, min_args=0, max_args=1, names="first")
 def socket_path(ctx: Context, args: Args) -> object:
-    """PION.SOCKET
+    """PION.SOCKET [<ns>]
 
     For clients on this machine: path of the server's Unix socket, and the server's run id; or null.
+    Each of several workers has its own; with a name it is the one of the worker that has it.
     """
     path = ctx.state.unix_socket
     if path is None or not ctx.connection.peer_is_local:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from pion_vllm_mlx.cli_options import Failed
 from pion_vllm_mlx.operations.ls import list_prefixes
 from pion_vllm_mlx.operations.server import (
+    Failed,
     Server,
     add_server_arguments,
     size,
     told_in_one_line,
 )
+from pion_vllm_mlx.transport import Command, ServerError
 
 _AT_ONCE = 512
 
@@ -41,8 +42,12 @@ def run(options: argparse.Namespace) -> int:
             names += [row["name"].encode() for row in found]
         dropped = 0
         for at in range(0, len(names), _AT_ONCE):
-            reply = server.ask("KV.PREFIX.DROP", *names[at : at + _AT_ONCE])
-            dropped += reply if isinstance(reply, int) else 0
+            # One command each: they may live on several workers.
+            commands = [Command.of("KV.PREFIX.DROP", name) for name in names[at : at + _AT_ONCE]]
+            for reply in server.ask_all(commands):
+                if isinstance(reply, ServerError):
+                    raise Failed(f"the server says: {reply}")
+                dropped += reply if isinstance(reply, int) else 0
         if not dropped:
             raise Failed("the server holds none of them")
     print(f"dropped {dropped}")

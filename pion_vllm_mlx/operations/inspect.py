@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from pion_vllm_mlx.cli_options import Failed
 from pion_vllm_mlx.operations.server import (
+    Failed,
     Server,
     add_json_argument,
     add_server_arguments,

@@ -1,4 +1,4 @@
-"""List the prefixes a server holds.
+"""List the prefixes a server holds, with all its workers.
 
 Each with its tokens, bytes of rows and of recurrent state, format, the model that computed it, how
 long that took and how long ago it was last used. Without a manifest (other clients write none, a
@@ -11,8 +11,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Final
 
-from pion_vllm_mlx.cli_options import Failed
 from pion_vllm_mlx.operations.server import (
+    Failed,
     Server,
     add_json_argument,
     add_server_arguments,
@@ -24,6 +24,7 @@ from pion_vllm_mlx.operations.server import (
     told_in_one_line,
 )
 from pion_vllm_mlx.transport import Buffer, Command
+from pion_vllm_mlx.transport.homes import Worker
 
 _KEYS: Final = {"age": "idle_ms", "size": "bytes", "tokens": "tokens"}
 #: Manifests read in one pipeline: each may have megabytes.
@@ -56,16 +57,20 @@ def list_prefixes(server: Server, start: bytes) -> list[dict[str, Any]]:
     from rich.console import Console
     from rich.progress import track
 
-    reply = server.ask("KV.PREFIX.LIST", start)
-    if not isinstance(reply, list):
-        raise Failed("KV.PREFIX.LIST answers an array")
-    listed: list[Any] = reply
+    listed: list[tuple[Worker, Any]] = []
+    for worker in server.workers():
+        reply = server.ask("KV.PREFIX.LIST", start, worker=worker)
+        if not isinstance(reply, list):
+            raise Failed("KV.PREFIX.LIST answers an array")
+        listed += [(worker, one) for one in reply]
     rows: list[dict[str, Any]] = []
     parts = range(0, len(listed), _AT_ONCE)
     quiet = len(listed) <= 4 * _AT_ONCE
     console = Console(stderr=True)
     for at in track(parts, "reading manifests", console=console, transient=True, disable=quiet):
-        rows += _describe_all(server, listed[at : at + _AT_ONCE])
+        part = listed[at : at + _AT_ONCE]
+        described = _describe_all(server, [one for _, one in part])
+        rows += [row | {"worker": worker} for (worker, _), row in zip(part, described, strict=True)]
     return rows
 
 
@@ -134,7 +139,9 @@ def _show(found: Sequence[dict[str, Any]]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("prefix", overflow="fold")
-    for heading in ("tokens", "bytes", "format", "model", "prefill", "unused for"):
+    several = any(row["worker"] is not None for row in found)
+    headings = ("tokens", "bytes", "format", "model", "prefill", "unused for")
+    for heading in (*headings, "worker") if several else headings:
         table.add_column(heading, justify="right")
     for row in found:
         name = row["name"] if row["complete"] else f"{row['name']} ({_lack(row)})"
@@ -146,6 +153,7 @@ def _show(found: Sequence[dict[str, Any]]) -> None:
             (row["model"] or "-")[:8],
             f"{row['prefill_ms'] / 1000:.2f} s" if row["prefill_ms"] else "-",
             duration(row["idle_ms"] / 1000),
+            *([str(row["worker"])] if several else []),
         )
     show_table(table)
     print(f"{len(found)} prefixes, {size(sum(row['bytes'] for row in found))}")

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 
-from pion_vllm_mlx.cli_options import Failed
-from pion_vllm_mlx.operations.server import Server, add_server_arguments, told_in_one_line
+from pion_vllm_mlx.operations.server import (
+    Failed,
+    Server,
+    add_server_arguments,
+    told_in_one_line,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Write a snapshot of everything and empty the log.
+"""Write a snapshot of everything and empty the log, on all workers.
 
 Not needed for safety: every acknowledged write is in the log already. It makes the log small, the
 next start quick, and what it wrote safe from a power cut.
@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--copy-to",
         metavar="PATH",
-        help="an extra copy, relative to the server's data directory; the log stays",
+        help="an extra copy, relative to the server's data directory; the log stays. Of several "
+        "workers each writes its own, PATH.0, PATH.1, …",
     )
     add_server_arguments(parser)
 
@@ -25,7 +26,10 @@ def run(options: argparse.Namespace) -> int:
     with told_in_one_line("save"):
         server = Server(options)
         started = time.monotonic()
-        path = (options.copy_to,) if options.copy_to else ()
-        server.ask("KV.PREFIX.SAVE", *path, patience=LONG)
+        for worker in server.workers():
+            path = options.copy_to
+            if path and worker is not None:
+                path += f".{worker}"
+            server.ask("KV.PREFIX.SAVE", *([path] if path else []), patience=LONG, worker=worker)
     print(f"saved in {time.monotonic() - started:.1f} s")
     return 0

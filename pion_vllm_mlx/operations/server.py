@@ -1,4 +1,8 @@
-"""The server a subcommand is about: its options, its replies, its failures in one line."""
+"""The server a subcommand is about: its options, its replies, its failures in one line.
+
+What is about one prefix finds its way to the worker that has it; of what is about all of them each
+worker of a server knows its own share, so `Server` asks every one.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +12,50 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Never
 
-from pion_vllm_mlx.cli_options import Failed, fail, read_password
 from pion_vllm_mlx.transport import Command, Patience, Reply, ServerError, TransportError
 from pion_vllm_mlx.transport.address import DEFAULT_HOST, DEFAULT_PORT, VARIABLE, find_server
+from pion_vllm_mlx.transport.homes import Worker
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 #: Seconds to connect, and until an answer begins. A person waits here, not a request.
-_CONNECT = 5.0
-_ANSWER = 10.0
+_CONNECT: Final = 5.0
+ANSWER: Final = 10.0
 #: A SAVE of a large store.
-LONG = 600.0
-_WIDE = 240
+LONG: Final = 600.0
+_WIDE: Final = 240
+
+
+class Failed(Exception):
+    """The command cannot be carried out; the message says what to do about it."""
+
+
+def fail(command: str, reason: object) -> Never:
+    """End the command with one line on stderr and status 1."""
+    raise SystemExit(f"pion-vllm-mlx {command}: {' '.join(str(reason).split())}") from None
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the server is, and who asks."""
     group = parser.add_argument_group("server", f"also from the environment: {VARIABLE}=pion://…")
     group.add_argument("--host", help=f"default: {DEFAULT_HOST}")
-    group.add_argument("--port", type=int, help=f"default: {DEFAULT_PORT}")
+    group.add_argument("--port", type=_port, help=f"default: {DEFAULT_PORT}")
     group.add_argument("--username", metavar="TENANT", help="for a server with tenants")
     group.add_argument("--tls", action="store_true", help="connect with TLS (pions:// does too)")
     group.add_argument(
         "--tls-ca", metavar="FILE", help="the same, trusting these certificates only"
     )
     group.add_argument("--password-file", metavar="FILE", help="the password is its first line")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 1 to 65535")
+    return int(text)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +71,9 @@ class Server:
 
         # One line of ours tells what went wrong; what the library logs is for applications.
         logging.getLogger("pion_vllm_mlx").setLevel(logging.ERROR)
-        password = None if options.password_file is None else read_password(options.password_file)
+        password = None
+        if options.password_file is not None:
+            password = read_text(options.password_file).partition("\n")[0].rstrip("\r")
         try:
             tls = options.tls_ca or options.tls or None
             where = find_server(options.host, options.port, options.username, password, tls)
@@ -68,23 +90,37 @@ class Server:
             tls=context,
         )
 
-    def ask(self, *words: str | bytes | int, patience: float = _ANSWER) -> Reply:
+    def workers(self) -> list[Worker]:
+        """Its workers' numbers, for `worker=`; None alone where one process is all of it."""
+        info = self.figures("KV.PREFIX.INFO")
+        if info.get("directory_enabled") != "1":
+            return [None]
+        return list(range(int(info["directory_workers"])))
+
+    def ask(
+        self, *words: str | bytes | int, patience: float = ANSWER, worker: Worker = None
+    ) -> Reply:
         """One command's reply; its error reply is Failed."""
-        (reply,) = self.ask_all([Command(words)], patience)
+        (reply,) = self.ask_all([Command(words)], patience, worker)
         if isinstance(reply, ServerError):
             raise Failed(f"the server says: {reply}")
         return reply
 
-    def ask_all(self, commands: Sequence[Command], patience: float = _ANSWER) -> list[Reply]:
-        """A pipeline's replies, error replies among them."""
+    def ask_all(
+        self, commands: Sequence[Command], patience: float = ANSWER, worker: Worker = None
+    ) -> list[Reply]:
+        """A pipeline's replies, error replies among them; from a worker, or who is concerned."""
+        waiting = Patience(first_byte=patience, total=4 * LONG)
         try:
-            return self.lane.exchange(commands, Patience(first_byte=patience, total=4 * LONG))
+            if worker is None:
+                return self.lane.exchange(commands, waiting)
+            return self.lane.exchange_at(worker, commands, waiting)
         except TransportError as error:
             raise Failed(f"no answer from {self.name}: {error}") from error
 
-    def figures(self, *words: str) -> dict[str, str]:
+    def figures(self, *words: str, worker: Worker = None) -> dict[str, str]:
         """A reply of `name:value` lines, or a flat array of names and values."""
-        reply = self.ask(*words)
+        reply = self.ask(*words, worker=worker)
         if isinstance(reply, list):
             texts = [text_of(word) for word in reply]
             return dict(zip(texts[::2], texts[1::2], strict=True))
@@ -99,6 +135,14 @@ def told_in_one_line(command: str) -> Iterator[None]:
         yield
     except Failed as error:
         fail(command, error)
+
+
+def read_text(path: str | Path) -> str:
+    """A file's text. Raises Failed."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise Failed(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def text_of(reply: object) -> str:

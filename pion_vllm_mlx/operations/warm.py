@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from pion_vllm_mlx.cli_options import Failed
 from pion_vllm_mlx.operations.server import (
     LONG,
+    Failed,
     Server,
     add_server_arguments,
     text_of,

@@ -3,6 +3,9 @@
 Frames both ways are u16 magic CA5E, u8 command or status, u32 length and body, little-endian. A
 query leaves as one scatter-gather write from where its tensors lie, and the answer is received
 straight into the array that is returned.
+
+A query that another worker has to answer comes back as ERROR, which cannot say so: FIND_HOME asks
+where, and that worker has a port of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from pion_vllm_mlx.transport import (
 )
 from pion_vllm_mlx.transport.channel import Channel, seconds_left
 from pion_vllm_mlx.transport.endpoint import PAUSE
+from pion_vllm_mlx.transport.homes import Homes, Worker
 from pion_vllm_mlx.transport.tls import open_channel, open_socket
 
 F32: TypeAlias = NDArray[np.float32]
@@ -38,6 +42,7 @@ MAGIC: Final = 0xCA5E
 PING: Final = 0xFF
 AUTH: Final = 0x37
 QUERY_FUSED: Final = 0x24
+FIND_HOME: Final = 0x38
 DECODE_STEP: Final = 0x40
 DECODE_CLOSE: Final = 0x41
 OK: Final = 0
@@ -50,6 +55,7 @@ REPLAY: Final = 4
 _HEADER: Final = struct.Struct("<HBI")
 _SIZES: Final = struct.Struct("<HHHHII")  # layer, H_q, D, H_kv, M, S_suf
 _LENGTH: Final = struct.Struct("<H")
+_HOME: Final = struct.Struct("<3H")  # worker to ask, worker that answers, how many there are
 _DEFAULT_WINDOW: Final = 0xFFFFFFFF
 _LARGEST_BODY: Final = 1 << 30
 #: Bytes before a reply's header, so that the floats behind it are aligned.
@@ -71,6 +77,8 @@ class Forgotten(Exception):
 class BinaryLane:
     """A connection to the binary lane, made at the first query; thread-safe, one query at a time.
 
+    Of a server of several workers it is a connection to each that holds what was asked for.
+
     The lane is used only after it has answered PING. A server that breaks the protocol here, or
     does not let us in, is never tried again by this object (`usable`); one that is gone or slow
     not for `PAUSE` seconds.
@@ -86,15 +94,25 @@ class BinaryLane:
         connect_timeout: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
         tls: SSLContext | None = None,
+        homes: Homes | None = None,
     ) -> None:
-        """`port` is the lane's own. `connect_timeout` (seconds) includes AUTH and the probe."""
+        """`port` is the lane's own. `connect_timeout` (seconds) includes AUTH and the probe.
+
+        `homes`: what other lanes to the same server know of its workers.
+        """
         self.host, self.port = host, port
         self._secret = _secret(username, password)
         self._tls = tls
         self._connect_timeout = connect_timeout
         self._clock = clock
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
+        self._homes = homes or Homes()
+        #: Of the server, 0 while that is not known.
+        self._workers = 0
+        #: By worker, None: by the shared port.
+        self._sockets: dict[Worker, socket.socket] = {}
+        #: Workers whose own ports could not be reached, and until when they are left alone.
+        self._away: dict[int, float] = {}
         self._pid = 0
         self._resume_at = 0.0
         self._given_up = False
@@ -127,7 +145,7 @@ class BinaryLane:
         Raises ColdEntry, Declined, TransportError, or ValueError for what no frame can say.
         """
         body = _fused_body(sid, layer, queries, suffix_keys, suffix_values, head_map, window)
-        reply = self.ask(QUERY_FUSED, body, queries.nbytes, patience)
+        reply = self.ask(QUERY_FUSED, body, queries.nbytes, patience, sid)
         return reply.view(np.float32).reshape(queries.shape)
 
     def ask(
@@ -136,17 +154,19 @@ class BinaryLane:
         body: list[memoryview],
         size: int,
         patience: Patience | None = None,
+        about: bytes = b"",
     ) -> NDArray[np.uint8]:
         """One request of our own making; the `size` bytes of its reply, aligned for floats.
 
-        Raises ColdEntry, Declined, Forgotten (decode steps) or TransportError.
+        It goes to the worker that holds the session `about`. Raises ColdEntry, Declined, Forgotten
+        (decode steps) or TransportError.
         """
         patience = patience or Patience(first_byte=60.0)
         with self._lock:
             if not self.usable:
                 raise Unavailable(f"binary lane {self.host}:{self.port} is not in use")
             try:
-                status, reply = self._ask(command, body, size, patience)
+                status, reply = self._ask_home(command, body, size, patience, about)
                 if status == COLDMISS:
                     raise ColdEntry("the session is cold")
                 if status == REPLAY:
@@ -168,13 +188,41 @@ class BinaryLane:
                 raise
         return reply
 
+    def _ask_home(
+        self, command: int, body: list[memoryview], size: int, patience: Patience, about: bytes
+    ) -> tuple[int, NDArray[np.uint8]]:
+        """The answer of the worker that holds `about`; of any other, ERROR and where to ask."""
+        worker = self._homes.of_name(about) if about and self._workers > 1 else None
+        status, reply = self._ask(worker, command, body, size, patience)
+        if status == ERROR and about and self._workers != 1:
+            home = self._find_home(worker, about, patience)
+            if home is not None:
+                return self._ask(home, command, body, size, patience)
+        return status, reply
+
+    def _find_home(self, worker: Worker, about: bytes, patience: Patience) -> int | None:
+        """Another worker than the one that just answered, if that one knows of it."""
+        body = memoryview(_LENGTH.pack(len(about)) + about)
+        status, reply = self._ask(worker, FIND_HOME, [body], _HOME.size, patience)
+        home, here, self._workers = _HOME.unpack(reply.data) if status == OK else (0, 0, 1)
+        if home == here:
+            return None
+        self._homes.remember(about, home)
+        return int(home)
+
     def _ask(
-        self, command: int, body: list[memoryview], size: int, patience: Patience
+        self,
+        worker: Worker,
+        command: int,
+        body: list[memoryview],
+        size: int,
+        patience: Patience,
     ) -> tuple[int, NDArray[np.uint8]]:
         """One frame on a live connection; a kept one that has gone stale is replaced, once."""
-        if self._socket is not None and self._pid == os.getpid():
+        kept = self._sockets.get(worker)
+        if kept is not None and self._pid == os.getpid():
             try:
-                channel = open_channel(self._socket, patience)
+                channel = open_channel(kept, patience)
                 if not channel.has_input():
                     return _exchange(channel, command, body, size)
             except TimedOut:
@@ -182,20 +230,39 @@ class BinaryLane:
             except (Unavailable, OSError):
                 pass  # closed since it was last used: the server may have restarted
         try:
-            sock = self._connect()
+            sock = self._connect(worker)
             return _exchange(open_channel(sock, patience), command, body, size)
         except OSError as error:
             _lost(error)
 
-    def _connect(self) -> socket.socket:
-        self._drop()
+    def _connect(self, worker: Worker) -> socket.socket:
+        if self._pid != os.getpid():
+            self._drop()
+        if (old := self._sockets.pop(worker, None)) is not None:
+            old.close()
         deadline = time.monotonic() + self._connect_timeout
-        self._socket = sock = open_socket(self.host, self.port, deadline, self._tls)
+        self._sockets[worker] = sock = self._open(worker, deadline)
         self._pid = os.getpid()
         if self._secret is not None:
             self._greet(sock, AUTH, [memoryview(self._secret)], deadline)
         self._greet(sock, PING, [], deadline)
         return sock
+
+    def _open(self, worker: Worker, deadline: float) -> socket.socket:
+        """A socket to the shared port or a worker's own. Raises Declined for one out of reach:
+        where one port is forwarded, the same query on RESP finds its way."""
+        if worker is None:
+            return open_socket(self.host, self.port, deadline, self._tls)
+        try:
+            if self._clock() < self._away.get(worker, 0.0):
+                raise Unavailable("its port could not be reached")
+            # The shared lane's port is next to RESP's, whose workers' own come first.
+            own = self.port + 1 + self._workers + worker
+            return open_socket(self.host, own, deadline, self._tls)
+        except Unavailable as error:
+            if self._clock() >= self._away.get(worker, 0.0):
+                self._away[worker] = self._clock() + PAUSE
+            raise Declined(f"worker {worker}: {error}") from error
 
     def _greet(
         self, sock: socket.socket, command: int, body: list[memoryview], deadline: float
@@ -207,9 +274,9 @@ class BinaryLane:
             raise Refused(f"binary lane {self.host}:{self.port} refuses {what}")
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._away.clear()
+        while self._sockets:
+            self._sockets.popitem()[1].close()
 
 
 def _exchange(

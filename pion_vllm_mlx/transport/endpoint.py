@@ -38,10 +38,14 @@ _WHO: Final = Command.of("KV.PREFIX.INFO")
 
 
 class Outage:
-    """Since when a server does not answer, as far as the lanes to it know."""
+    """Since when a server does not answer, as far as the lanes to it know.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    `pause`: seconds without any attempt after a failure.
+    """
+
+    def __init__(self, clock: Callable[[], float], pause: float = PAUSE) -> None:
         self.clock = clock
+        self.pause = pause
         self._resume_at = 0.0
         self._failing = False
 
@@ -52,13 +56,13 @@ class Outage:
 
     def begin(self, server: Endpoint, reason: str) -> None:
         """Pause; the first of a row of failures is told."""
-        self._resume_at = self.clock() + PAUSE
+        self._resume_at = self.clock() + self.pause
         if not self._failing:
             log.warning(
                 "%s: %s. Prefixes are computed locally; next attempt in %g s.",
                 server,
                 reason,
-                PAUSE,
+                self.pause,
             )
         self._failing = True
 
@@ -71,11 +75,12 @@ class Endpoint:
     """A `Lane` to `host:port` that knows when to leave a server alone.
 
     An exchange that fails closes the connection and, unless only a kept connection had gone
-    stale, makes the endpoint unavailable for `PAUSE` seconds: calls then fail at once, without
+    stale, makes the endpoint unavailable for `pause` seconds: calls then fail at once, without
     touching the network. Each outage logs one warning. Thread-safe: one exchange at a time.
 
     Commands whose first argument names a prefix that lives on another worker are repeated there,
     and from then on sent there at once; so the parts of one exchange may go to several workers.
+    With `follow=False` they are answered by the error that says where it lives.
     """
 
     name = "tcp"
@@ -92,15 +97,19 @@ class Endpoint:
         outage: Outage | None = None,
         tls: SSLContext | None = None,
         homes: Homes | None = None,
+        pause: float = PAUSE,
+        follow: bool = True,
     ) -> None:
         """`connect_timeout` (seconds) covers name resolution, connecting and authenticating."""
         self.host, self.port = host, port
         self.tls = tls
         self._username, self._password = username, password
         self._connect_timeout = connect_timeout
-        self._outage = outage or Outage(clock)
+        self._outage = outage or Outage(clock, pause)
         self._lock = ProcessLock()
-        self._homes = homes or Homes()
+        #: Which workers hold what; other lanes to the same server may share it.
+        self.homes = homes or Homes()
+        self._follow = follow
         self._connections: dict[Worker, RespConnection] = {}
         #: Connections opened so far.
         self.connects = 0
@@ -124,7 +133,8 @@ class Endpoint:
             connect_timeout=self._connect_timeout,
             outage=self._outage,
             tls=self.tls,
-            homes=self._homes,
+            homes=self.homes,
+            follow=self._follow,
         )
 
     def exchange(
@@ -134,13 +144,36 @@ class Endpoint:
 
         With `retry` a kept connection that turns out dead is replaced once, at once.
         """
+        bound = () if retry else commands
+        return self._guarded(lambda: self._attempt(commands, patience, retry), bound)
+
+    def exchange_at(
+        self, worker: int, commands: Sequence[Command], patience: Patience
+    ) -> list[Reply]:
+        """The same with this worker alone, whatever the commands are about."""
+
+        def ask() -> list[Reply]:
+            (info,) = self._ask(worker, [_WHO], patience, True)
+            if not _is_of(worker, info):
+                raise Unavailable(f"worker {worker} cannot be reached")
+            return self._ask(worker, commands, patience, True)
+
+        return self._guarded(ask)
+
+    def _guarded(
+        self, attempt: Callable[[], list[Reply]], bound: Sequence[Command] = ()
+    ) -> list[Reply]:
+        """One exchange at a time; a failure closes the connections and starts a pause.
+
+        The `bound` commands make sense on connections only that are open already.
+        """
         with self._lock:
             if not self.available:
-                raise Unavailable(f"{self} was unavailable less than {PAUSE:g} s ago")
-            if not retry and not all(self._is_kept(self._homes.of(one)) for one in commands):
+                raise Unavailable(f"{self} was unavailable less than {self._outage.pause:g} s ago")
+            if not all(self._is_kept(self.homes.of(one)) for one in bound):
                 raise Unavailable("the connection these commands belong to is gone")
             try:
-                replies = self._attempt(commands, patience, retry)
+                replies = attempt()
             except GivenUp:
                 self._close()  # what still comes answers nobody; the server itself is well
                 raise
@@ -176,15 +209,15 @@ class Endpoint:
         replies: list[Reply] = [None] * len(commands)
         wanted = list(range(len(commands)))
         for _ in range(_ROUNDS):
-            for worker, chosen in self._homes.grouped(commands, wanted).items():
+            for worker, chosen in self.homes.grouped(commands, wanted).items():
                 asked = [commands[index] for index in chosen]
                 answers = self._ask(worker, asked, patience, retry)
                 for index, answer in zip(chosen, answers, strict=True):
                     replies[index] = answer
             # What belongs to one connection cannot go on at another.
-            if not retry:
+            if not (retry and self._follow):
                 break
-            wanted = [i for i in wanted if self._homes.learn(commands[i], replies[i])]
+            wanted = [i for i in wanted if self.homes.learn(commands[i], replies[i])]
             if not wanted:
                 break
         return replies
@@ -230,11 +263,10 @@ class Endpoint:
         for _ in range(_KNOCKS):
             connection = self._open(self.port)
             (info,) = connection.exchange([_WHO], Patience())
-            lines = bytes(info).splitlines() if isinstance(info, bytes | bytearray) else []
-            if b"my_worker_id:%d" % worker in lines and b"directory_enabled:1" in lines:
+            if _is_of(worker, info):
                 return connection
             connection.close()
-        self._homes.forget(worker)
+        self.homes.forget(worker)
         return self._open(self.port)
 
     def _open(self, port: int) -> RespConnection:
@@ -254,6 +286,12 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"pion-server {self.host}:{self.port}"
+
+
+def _is_of(worker: int, info: Reply) -> bool:
+    """Whether a KV.PREFIX.INFO is a worker's own."""
+    lines = bytes(info).splitlines() if isinstance(info, bytes | bytearray) else []
+    return b"my_worker_id:%d" % worker in lines and b"directory_enabled:1" in lines
 
 
 def _checked(replies: list[Reply]) -> list[Reply]:

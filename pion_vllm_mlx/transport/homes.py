@@ -33,7 +33,17 @@ class Homes:
         """Where to send a command."""
         if not self._workers or len(command.words) < 2:
             return None
-        return self._workers.get(_key(command))
+        return self.of_name(name_of(command))
+
+    def of_name(self, name: bytes) -> Worker:
+        """Where a namespace, one of its sides or its attention session lives."""
+        return self._workers.get(_key(name))
+
+    def remember(self, name: bytes, worker: int) -> None:
+        """It lives there."""
+        if len(self._workers) >= _MOST:
+            self._workers.clear()
+        self._workers[_key(name)] = worker
 
     def grouped(
         self, commands: Sequence[Command], wanted: Iterable[int]
@@ -51,9 +61,7 @@ class Homes:
         found = _LIVES_ON.search(str(reply))
         if found is None:
             return False
-        if len(self._workers) >= _MOST:
-            self._workers.clear()
-        self._workers[_key(command)] = int(found[1])
+        self.remember(name_of(command), int(found[1]))
         return True
 
     def forget(self, worker: int) -> None:
@@ -62,10 +70,14 @@ class Homes:
             self._workers.pop(key, None)
 
 
-def _key(command: Command) -> bytes:
-    """What a namespace, its two sides and its attention session have in common."""
+def name_of(command: Command) -> bytes:
+    """The first argument, which is what a command is about."""
     word = command.words[1]
-    name = bytes(word) if not isinstance(word, str | int) else str(word).encode()
+    return bytes(word) if not isinstance(word, str | int) else str(word).encode()
+
+
+def _key(name: bytes) -> bytes:
+    """What a namespace, its two sides and its attention session have in common."""
     for suffix in _SUFFIXES:
         if name.endswith(suffix):
             return name[: -len(suffix)]

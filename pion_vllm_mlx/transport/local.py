@@ -6,7 +6,7 @@
     loan.close()
 
 Whatever keeps a prefix from coming this way raises NotLent with one word why; its rows can still be
-fetched over TCP.
+fetched over TCP. Of several workers each lends what it holds, at a socket of its own.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from pion_vllm_mlx.transport import (
 )
 from pion_vllm_mlx.transport.channel import Channel, seconds_left
 from pion_vllm_mlx.transport.endpoint import PAUSE, Endpoint
+from pion_vllm_mlx.transport.homes import Worker
 from pion_vllm_mlx.transport.resp import RespConnection, request_chunks
 
 #: Set to anything but "" or "0": prefixes always come over the network.
@@ -101,11 +102,11 @@ class LocalLane:
         self._connect_timeout = connect_timeout
         self._clock = clock
         self._lock = ProcessLock()
-        self._connection: LocalConnection | None = None
+        #: By worker, None: of the one that the shared port led to.
+        self._connections: dict[Worker, LocalConnection] = {}
         here = isinstance(lane, Endpoint) and is_loopback(lane.host)
         self._why_never = "" if here else "remote"
         self._resume_at = 0.0
-        self._run_id = b""
 
     def borrow(self, namespace: bytes, patience: Patience) -> tuple[Reply, Loan | None]:
         """What META GET answers, and the file of that prefix if there is one.
@@ -114,31 +115,45 @@ class LocalLane:
         TransportError for a server that was well and has fallen silent.
         """
         with self._guarded():
-            connection, greeting = self._connected(patience)
-            commands = [*greeting, _get(namespace), Command.of("KV.PREFIX.LEND", namespace)]
-            try:
-                *greeted, manifest, lent = connection.exchange(commands, patience)
-            except TimedOut as error:
-                if greeting:
+            for _ in range(_ROUNDS):
+                manifest, lent, files = self._ask(namespace, patience)
+                try:
+                    if not self._lane.homes.learn(_get(namespace), manifest):
+                        return manifest, _checked(lent, files)
+                except BaseException:
+                    _close_all(files)
                     raise
-                # The server itself, which has answered here before: TCP must not wait as well.
-                self._lane.pause(str(error))
-                raise _Silent(str(error)) from error
-            files = connection.take_files()
+                _close_all(files)
+            raise NotLent("elsewhere", str(manifest))
+
+    def _ask(self, namespace: bytes, patience: Patience) -> tuple[Reply, Reply, list[int]]:
+        """What META GET and LEND answer where the prefix lives as far as is known, and files."""
+        connection, fresh = self._connected(namespace, patience)
+        greeting = [_WHERE] if fresh else []
+        commands = [*greeting, _get(namespace), Command.of("KV.PREFIX.LEND", namespace)]
+        try:
+            *greeted, manifest, lent = connection.exchange(commands, patience)
+        except TimedOut as error:
+            if greeting:
+                raise
+            # The server itself, which has answered here before: TCP must not wait as well.
+            self._lane.pause(str(error))
+            raise _Silent(str(error)) from error
+        files = connection.take_files()
+        if greeted:
             try:
-                if greeted:
-                    self._recognise(greeted[0])
-                loan = _checked(lent, files)
+                self._recognise(greeted[0], connection.run_id)
             except BaseException:
                 _close_all(files)
                 raise
-            return manifest, loan
+        return manifest, lent, files
 
     def tell(self, command: Command) -> None:
         """Send a command whose answer nobody waits for, if it can be sent."""
         with contextlib.suppress(NotLent, TransportError), self._guarded():
-            if self._connection is not None:
-                self._connection.tell(command, _NOT_LONG)
+            kept = self._connections.get(self._lane.homes.of(command))
+            if kept is not None:
+                kept.tell(command, _NOT_LONG)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -165,36 +180,46 @@ class LocalLane:
 
     def close(self) -> None:
         """Close the connection; a later call opens a new one."""
-        connection = self._connection
+        connections = list(self._connections.values())
         if self._lock.acquire(blocking=False):
             try:
                 self._drop()
             finally:
                 self._lock.release()
-        elif connection is not None:
-            connection.abort()
+        else:
+            for connection in connections:
+                connection.abort()
 
-    def _connected(self, patience: Patience) -> tuple[LocalConnection, list[Command]]:
-        """A connection, and what has to be asked first on a new one."""
-        kept = self._connection
-        if kept is not None and kept.is_alive():
-            return kept, []
-        self._drop()
-        path, self._run_id = self._where(self._lane.exchange([_WHERE], patience)[0])
+    def _connected(self, namespace: bytes, patience: Patience) -> tuple[LocalConnection, bool]:
+        """A connection to the worker that has the prefix, and whether it is a new one."""
+        homes = self._lane.homes
+        kept = self._connections.get(homes.of_name(namespace))
+        if kept is not None:
+            if kept.is_alive():
+                return kept, False
+            self._drop()
+        # The answer comes from where the prefix lives, which may be news.
+        (reply,) = self._lane.exchange([Command.of("PION.SOCKET", namespace)], patience)
+        path, run_id = self._where(reply)
         if self._password is not None:
             _refuse_strangers(path)
-        self._connection = LocalConnection(
+        worker = homes.of_name(namespace)
+        kept = self._connections.pop(worker, None)
+        if kept is not None:
+            kept.close()
+        connection = self._connections[worker] = LocalConnection(
             path,
             0,
             deadline=time.monotonic() + self._connect_timeout,
             username=self._username,
             password=self._password,
         )
-        return self._connection, [_WHERE]
+        connection.run_id = run_id
+        return connection, True
 
-    def _recognise(self, reply: Reply) -> None:
+    def _recognise(self, reply: Reply, run_id: bytes) -> None:
         # A forwarded port makes another machine's server look local: its path may be anybody's.
-        if self._where(reply)[1] != self._run_id:
+        if self._where(reply)[1] != run_id:
             self._never("remote", "another server listens at its socket's path")
 
     def _where(self, reply: Reply) -> tuple[str, bytes]:
@@ -203,6 +228,8 @@ class LocalLane:
                 return os.fsdecode(bytes(path)), bytes(run_id)
             case None:
                 self._never("socketless", "the server has no Unix socket for us")
+            case ServerError() if "lives on worker" in str(reply):
+                raise NotLent("elsewhere", str(reply))
             case _:
                 self._never("unknown", f"PION.SOCKET was answered {reply!r}")
         raise AssertionError
@@ -213,12 +240,13 @@ class LocalLane:
         raise NotLent(reason, detail)
 
     def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        while self._connections:
+            self._connections.popitem()[1].close()
 
 
 _WHERE: Final = Command.of("PION.SOCKET")
+# Asked again where a prefix has moved meanwhile.
+_ROUNDS: Final = 3
 _NOT_LONG: Final = Patience(first_byte=0.25, stall=0.25, total=0.5)
 
 
@@ -229,6 +257,8 @@ def _get(namespace: bytes) -> Command:
 class LocalConnection(RespConnection):
     """RESP over a Unix socket, `host` being its path. Collects the descriptors that come along."""
 
+    #: The server's, as it was told where this socket was learned.
+    run_id = b""
     _files: list[int]
     _owed: int
 

@@ -82,7 +82,7 @@ _RESP: Final[Mapping[str, str]] = {
     "PERSIST": "{ns}",
     "PEXPIRE": "{ns} 1000000",
     "PING": "",
-    "PION.SOCKET": "",
+    "PION.SOCKET": "{ns}",
     "PION.STATS": "",
     "PTTL": "{ns}",
     "QUIT": "",
@@ -149,15 +149,20 @@ def _step(ns: bytes) -> bytes:
     return head + 3 * ROW + b"\0" + sid
 
 
-def _sid_and_token(ns: bytes) -> bytes:
+def _sid_alone(ns: bytes) -> bytes:
     sid = ns + b"_attn"
-    return struct.pack("<H", len(sid)) + sid + TOKEN
+    return struct.pack("<H", len(sid)) + sid
+
+
+def _sid_and_token(ns: bytes) -> bytes:
+    return _sid_alone(ns) + TOKEN
 
 
 TOKEN: Final = bytes(range(16))
 _FRAMES: Final[Mapping[str, Callable[[bytes], bytes]]] = {
     "ATTEND_DECODE_CLOSE": _sid_and_token,
     "ATTEND_DECODE_STEP": _step,
+    "ATTEND_PREFIX_HOME": _sid_alone,
     "ATTEND_PREFIX_QUERY_FUSED": _fused,
     "AUTH": lambda ns: b"nobody\0wrong",
     "PING": lambda ns: b"",

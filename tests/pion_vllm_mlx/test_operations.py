@@ -12,6 +12,7 @@ import pytest
 from pion_vllm_mlx import PionPromptCache, cli
 from pion_vllm_mlx.operations.server import duration, size
 from pion_vllm_mlx.transport.address import Address, find_server, parse_url
+from tests.conftest import RawClient
 from tests.pion_vllm_mlx.tiny import PREFIX, tiny_llama
 
 Server = Any
@@ -176,3 +177,73 @@ def test_sizes_and_spans_for_people() -> None:
     assert [size(n) for n in (0, 999, 1000, 47_185_920)] == ["0 B", "999 B", "1.0 KB", "47.2 MB"]
     spans = [duration(s) for s in (0.4, 119, 600, 36_000, 864_000)]
     assert spans == ["0 s", "119 s", "10 min", "10 h", "10 d"]
+
+
+@pytest.fixture(scope="module")
+def three(module_server: Callable[..., Server]) -> Server:
+    """Three workers, a prefix of a manifest on each."""
+    server = module_server("-w", "3", "--no-attention")
+    model = tiny_llama(head_dim=32)
+    for worker in range(3):
+        at = RawClient("127.0.0.1", server.port + 2 + worker)
+        at.call("V.CREATE", f"docs/{worker}_pk", 64, "VQUANT", "fp32")
+        with PionPromptCache(model, port=server.port, timeout=20, store="sync", held_bytes=0) as pc:
+            pc.get_or_prefill(PREFIX, f"docs/{worker}")
+            pc.get_or_prefill(PREFIX, f"docs/{worker}")
+    return server
+
+
+@pytest.fixture
+def run_three(three: Server, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*words: str) -> str:
+        assert cli.main([*words, "--port", str(three.port)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_ls_lists_what_every_worker_holds(run_three: Callable[..., str]) -> None:
+    rows = {row["name"]: row for row in json.loads(run_three("ls", "--json"))}
+    assert {name: row["worker"] for name, row in rows.items()} == {
+        f"docs/{worker}": worker for worker in range(3)
+    }
+    assert all(row["tokens"] == len(PREFIX) for row in rows.values())
+    table = run_three("ls", "docs/")
+    assert "worker" in table
+    assert "3 prefixes" in table
+
+
+def test_stats_are_the_sum_of_all_workers_and_each_ones(run_three: Callable[..., str]) -> None:
+    told = json.loads(run_three("stats", "--json"))
+    assert told["receipt"]["kvprefix_hits"] == "3"
+    assert [one["receipt"]["kvprefix_hits"] for one in told["workers"]] == ["1"] * 3
+    assert [one["receipt"]["worker_id"] for one in told["workers"]] == ["0", "1", "2"]
+    assert "worker_id" not in told["receipt"]
+    assert told["store"]["registered_prefixes"] == "3"
+    assert told["store"]["directory_entries"] == told["store"]["directory_workers"] == "3"
+    table = run_three("stats")
+    assert all(heading in table for heading in ("all", "worker 0", "worker 2"))
+
+
+def test_save_saves_every_worker(run_three: Callable[..., str], three: Server) -> None:
+    assert run_three("save").startswith("saved in ")
+    stores = [one["store"] for one in json.loads(run_three("stats", "--json"))["workers"]]
+    assert [store["wal_appended"] for store in stores] == ["0"] * 3
+    run_three("save", "--copy-to", "copy")
+    assert all((three.directory / f"copy.{worker}").stat().st_size for worker in range(3))
+    assert not (three.directory / "copy").exists()
+
+
+def test_what_is_about_one_prefix_goes_to_its_worker(
+    run_three: Callable[..., str], three: Server
+) -> None:
+    assert run_three("pin", *(f"docs/{worker}" for worker in range(3))) == "pinned 3\n"
+    for worker in range(3):
+        shown = json.loads(run_three("inspect", f"docs/{worker}", "--verify", "--json"))
+        assert shown["owner"] == str(worker)
+        at = RawClient("127.0.0.1", three.port + 2 + worker)
+        at.call("KV.PREFIX.REGISTER", f"tmp/{worker}", 32, "fp32")
+    assert "3 prefixes" in run_three("drop", "--start", "tmp/")
+    assert run_three("drop", "--start", "tmp/", "--yes") == "dropped 3\n"
+    assert run_three("stats", "--reset")
+    assert json.loads(run_three("stats", "--json"))["receipt"]["kvprefix_hits"] == "0"

@@ -33,7 +33,8 @@ class FramePeer:
 
     def __init__(self, answer: Callable[[bytes], Answer]) -> None:
         self.answer = answer
-        self.greetings: dict[int, Answer] = {0xFF: frame(0), 0x37: frame(0)}
+        # 0x38: a server of before there was such a frame.
+        self.greetings: dict[int, Answer] = {0xFF: frame(0), 0x37: frame(0), 0x38: frame(2)}
         self.requests: list[tuple[int, bytes]] = []
         self.connections: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))

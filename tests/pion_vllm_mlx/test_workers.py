@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
+import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +23,17 @@ from pion_patches.remote import RemoteKVCache
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache
 from pion_vllm_mlx.transport import Command, Patience, ServerError
+from pion_vllm_mlx.transport.binary import (
+    ERROR,
+    FIND_HOME,
+    OK,
+    PING,
+    QUERY_FUSED,
+    BinaryLane,
+    Declined,
+)
 from pion_vllm_mlx.transport.endpoint import Endpoint
+from pion_vllm_mlx.transport.homes import Homes
 from pion_vllm_mlx.transport.resp import RespConnection
 from tests.conftest import RawClient
 from tests.pion_patches.shipping import largest_difference
@@ -147,7 +161,124 @@ def test_stage2_answers_wherever_the_prefix_lives(four: Server) -> None:
             found, expected = (np.array(MODEL(step, cache=one)) for one in (remote, ordinary))
             assert float(np.abs(found - expected).max()) < 1e-5
         assert pc.stats()["wire_losses"] == 0
-        assert pc.stats()["attend_binary"] + pc.stats()["attend_resp"] == 2 * 3
+        # A refused frame asks where the prefix lives: none had to go by RESP.
+        assert (pc.stats()["attend_binary"], pc.stats()["attend_resp"]) == (2 * 3, 0)
+
+
+@pytest.mark.parametrize("worker", range(4))
+def test_the_binary_lane_goes_to_the_worker_that_holds_the_session(
+    four: Server, worker: int
+) -> None:
+    name = f"binary/{worker}"
+    place(four, name, worker)
+    keys = np.random.default_rng(worker).standard_normal((1, 3, 32), np.float32)
+    sid = f"{name}_attn".encode()
+    home = RawClient("127.0.0.1", four.port + 2 + worker)
+    home.call("ATTEND.PREFIX.STORE", sid, 0, 1, 3, 32, keys.tobytes(), keys.tobytes())
+    queries, none = keys[:, :1].copy(), np.empty((1, 0, 32), np.float32)
+    expected = home.call(
+        "ATTEND.PREFIX.QUERY_FUSED", sid, 0, 1, 32, 0, 1, queries.tobytes(), b"", b"", b"\0"
+    )
+    homes = Homes()
+    lane = BinaryLane("127.0.0.1", four.port + 1, connect_timeout=20, homes=homes)
+    for _ in range(2):
+        found = lane.query_fused(sid, 0, queries, none, none, b"\0", None, SLOW)
+        assert found.tobytes() == expected
+    assert homes.of_name(name.encode()) in (None, worker)  # None: the shared port led to it
+    with pytest.raises(Declined):
+        lane.query_fused(b"nobody_attn", 0, queries, none, none, b"\0", None, SLOW)
+    lane.close()
+
+
+def test_a_worker_whose_binary_port_is_out_of_reach_is_left_to_resp() -> None:
+    """Only the shared ports are forwarded: declined at once, and the lane stays usable."""
+    found = []
+
+    def answer(command: int) -> bytes:
+        found.append(command)
+        if command == PING:
+            return frame(OK)
+        return frame(OK, struct.pack("<3H", 3, 0, 4)) if command == FIND_HOME else frame(ERROR)
+
+    keys = np.zeros((1, 1, 32), np.float32)
+    with frame_peer(answer) as port:
+        lane = BinaryLane("127.0.0.1", port, connect_timeout=5)
+        for _ in range(3):
+            with pytest.raises(Declined, match="worker 3"):
+                lane.query_fused(b"a_attn", 0, keys, keys, keys, b"\0", None, SLOW)
+            assert lane.usable
+        lane.close()
+    assert found == [PING, QUERY_FUSED, FIND_HOME]
+
+
+def frame(status: int, body: bytes = b"") -> bytes:
+    return b"\x5e\xca" + struct.pack("<BI", status, len(body)) + body
+
+
+@contextlib.contextmanager
+def frame_peer(answer: Callable[[int], bytes]) -> Iterator[int]:
+    """A binary lane that answers each frame's command; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                sock, _ = listener.accept()
+                with sock, sock.makefile("rb") as stream:
+                    while len(header := stream.read(7)) == 7:
+                        _, command, length = struct.unpack("<HBI", header)
+                        stream.read(length)
+                        sock.sendall(answer(command))
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def test_each_worker_lends_what_it_holds_at_its_own_socket(four: Server) -> None:
+    """The local lane of one client goes to every worker that has one of its prefixes."""
+    names = [f"lent/{worker}" for worker in range(4)]
+    for worker, name in enumerate(names):
+        place(four, name, worker)
+    with cache(four) as pc:
+        for name in names:
+            pc.get_or_prefill(PREFIX, name)
+        ends = time.monotonic() + 60
+        lent: set[str] = set()
+        while len(lent) < len(names):
+            assert time.monotonic() < ends, pc.stats()
+            for name in set(names) - lent:
+                before = pc.stats()["hits_local"]
+                assert continue_greedily(MODEL, pc.get_or_prefill(PREFIX, name)) == COLD
+                if pc.stats()["hits_local"] > before:
+                    lent.add(name)
+        assert pc.stats()["not_lent"].keys() <= {"unmade", "absent"}
+
+
+def test_a_socket_of_a_killed_worker_is_found_again(server: Callable[..., Server]) -> None:
+    running = server("-w", "2", "--no-attention")
+    place(running, "lent", 1)
+    with cache(running) as pc:
+        pc.get_or_prefill(PREFIX, "lent")
+        wait_for_loan(pc, "lent")
+        os.kill(pid_at(running, 1), signal.SIGKILL)
+        RawClient("127.0.0.1", running.port + 3).call("PING")
+        wait_for_loan(pc, "lent")
+        assert pc.stats()["misses"] == 1
+
+
+def wait_for_loan(pc: PionPromptCache, name: str) -> None:
+    ends = time.monotonic() + 30
+    before = pc.stats()["hits_local"]
+    while pc.stats()["hits_local"] == before:
+        assert time.monotonic() < ends, pc.stats()
+        assert continue_greedily(MODEL, pc.get_or_prefill(PREFIX, name)) == COLD
+        time.sleep(0.1)
+
+
+def pid_at(server: Server, worker: int) -> int:
+    info = RawClient("127.0.0.1", server.port + 2 + worker).call("INFO", "server")
+    found = re.search(rb"process_id:(\d+)", info)
+    assert found is not None
+    return int(found[1])
 
 
 def test_a_worker_that_was_restarted_serves_its_prefixes_again(
@@ -157,8 +288,7 @@ def test_a_worker_that_was_restarted_serves_its_prefixes_again(
     place(running, "kept", 1)
     with cache(running) as pc:
         pc.get_or_prefill(PREFIX, "kept")
-        info = RawClient("127.0.0.1", running.port + 3).call("INFO", "server")
-        os.kill(int(re.search(rb"process_id:(\d+)", info)[1]), signal.SIGKILL)  # type: ignore[index]
+        os.kill(pid_at(running, 1), signal.SIGKILL)
         RawClient("127.0.0.1", running.port + 3).call("PING")
         assert continue_greedily(MODEL, pc.get_or_prefill(PREFIX, "kept")) == COLD
         assert pc.stats()["hits"] == 1

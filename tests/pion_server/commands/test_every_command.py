@@ -52,6 +52,6 @@ def test_names_that_are_empty_or_too_long_are_refused(client: RawClient, command
 
 
 def test_every_command_that_takes_a_prefix_or_session_says_which_argument_it_is() -> None:
-    families = {"PION.STATS", "PION.SOCKET", "KV.PREFIX.INFO", "KV.PREFIX.LIST"}
+    families = {"PION.STATS", "KV.PREFIX.INFO", "KV.PREFIX.LIST"}
     whole = {"KV.PREFIX.SAVE", "KV.PREFIX.COMMIT", "ATTEND.QUERYBATCH"}
     assert {c.name for c in DOTTED if c.names is None and c.sids is None} == families | whole

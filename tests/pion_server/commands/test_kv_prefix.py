@@ -51,6 +51,7 @@ INFO_FIELDS = [
     "decode_sessions",
     "decode_bytes",
     "decode_evictions",
+    "directory_workers",
 ]
 
 
