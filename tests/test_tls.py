@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-import trustme
 
 from pion_lmcache import LMCacheRemoteBackend, PionStore
 from pion_server.config import parse
@@ -25,43 +24,16 @@ from pion_vllm_mlx.transport.binary import AUTH, PING, BinaryLane
 from pion_vllm_mlx.transport.endpoint import Endpoint
 from pion_vllm_mlx.transport.resp import RespConnection
 from pion_vllm_mlx.transport.tls import client_context
-from tests.conftest import READY
+from tests.certificates import Papers, tls_port
 from tests.pion_vllm_mlx.tiny import PREFIX, cold_answer, continue_greedily, tiny_llama
 
 Server = Any
 PATIENT = Patience(first_byte=20, stall=20)
 
 
-class Papers:
-    """A certificate authority and what it has signed, as files."""
-
-    def __init__(self, folder: Path, *names: str) -> None:
-        authority = trustme.CA()
-        signed = authority.issue_cert(*(names or ("localhost", "127.0.0.1")))
-        client = authority.issue_cert("client@example.org")
-        self.ca, self.cert, self.key = folder / "ca.pem", folder / "cert.pem", folder / "key.pem"
-        self.client = folder / "client.pem"
-        authority.cert_pem.write_to_path(str(self.ca))
-        signed.private_key_pem.write_to_path(str(self.key))
-        for number, blob in enumerate(signed.cert_chain_pems):
-            blob.write_to_path(str(self.cert), append=number > 0)
-        client.private_key_and_cert_chain_pem.write_to_path(str(self.client))
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return ("--tls-port", "0", "--tls-cert", str(self.cert), "--tls-key", str(self.key))
-
-
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
     return Papers(tmp_path_factory.mktemp("papers"))
-
-
-def tls_port(server: Server) -> int:
-    """The ready line says where TLS is."""
-    word = server.ready_line.rpartition("TLS on 127.0.0.1:")[2].partition(",")[0]
-    assert READY.search(server.ready_line)
-    return int(word.rstrip(")\n"))
 
 
 @pytest.fixture(scope="module")

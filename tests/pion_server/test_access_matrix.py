@@ -1,23 +1,30 @@
 """Every command and frame by every user: nobody, a tenant on its own and others' data, the admin.
 
-The cases come from the command table itself: a command without a sample here fails.
+The cases come from the command table itself: a command without a sample here fails. They are played
+one by one over TCP, and all together over each other way in: the Unix socket, and TLS on both lanes.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from pion_server.commands.dispatch import load_commands
 from pion_server.commands.frames import FRAMES
 from pion_server.commands.registry import COMMANDS, Access, Command
+from tests.certificates import Papers, tls_port
+from tests.conftest import RawClient
 from tests.pion_server.access_samples import DIM, ROW, body_for, words_for
+from tests.pion_server.commands.test_lend import UnixClient
 from tests.pion_server.wire.binary_client import AUTH, ERROR, MISS, OK, BinaryClient
 
 Server = Any
 Client = Any
+#: A new connection by one of the ways in.
+Connect: TypeAlias = Callable[[], Client]
 
 load_commands()
 ALL = sorted(COMMANDS.values(), key=lambda row: row.name)
@@ -36,12 +43,34 @@ def ids(rows: list[Command]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server(*USERS, "--metal-attention")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    return Papers(tmp_path_factory.mktemp("papers"))
 
 
-def login(server: Server, *credentials: str) -> Client:
-    client = server.client()
+@pytest.fixture(scope="module")
+def shared(module_server: Callable[..., Server], papers: Papers) -> Server:
+    return module_server(*USERS, "--metal-attention", *papers.flags)
+
+
+def over_tls(client: Any, context: ssl.SSLContext) -> Any:
+    """The same client, what it says wrapped."""
+    client.socket = context.wrap_socket(
+        client.socket, server_hostname=client.socket.getpeername()[0]
+    )
+    return client
+
+
+@pytest.fixture(params=["unix", "tls"])
+def other_way(request: pytest.FixtureRequest, shared: Server, papers: Papers) -> Connect:
+    """Connections that are not plain TCP."""
+    if request.param == "unix":
+        return lambda: UnixClient(bytes(shared.directory / "pion.sock"))
+    context = ssl.create_default_context(cafile=str(papers.ca))
+    return lambda: over_tls(RawClient(shared.host, tls_port(shared)), context)
+
+
+def login(way: Server | Connect, *credentials: str) -> Client:
+    client = way() if callable(way) else way.client()
     if credentials:
         assert client.call("AUTH", *credentials) == "OK"
     return client
@@ -101,36 +130,56 @@ def test_every_command_and_frame_says_who_may_ask_and_has_a_sample() -> None:
 
 @pytest.mark.parametrize("row", ALL, ids=ids(ALL))
 def test_nobody_is_answered_without_the_password(shared: Server, row: Command) -> None:
-    for wrong in ((), ("root", "wrong"), ("ann", "berry"), ("ann", "root"), ("apple",)):
-        client = shared.client()
-        if wrong and row.name in ("GET", "PING", "V.FETCH", "SHUTDOWN"):
+    # A wrong password costs a quarter of a second.
+    check_strangers(shared.client, row, WRONG if row.name in GUESSED else ())
+
+
+WRONG = (("root", "wrong"), ("ann", "berry"), ("ann", "root"), ("apple",))
+GUESSED = ("GET", "PING", "V.FETCH", "SHUTDOWN")
+
+
+def check_strangers(connect: Connect, row: Command, guesses: tuple[tuple[str, ...], ...]) -> None:
+    """Nobody's request, and those after wrong passwords."""
+    for wrong in ((), *guesses):
+        client = connect()
+        if wrong:
             assert client.error("AUTH", *wrong).startswith("WRONGPASS")
-        elif wrong:
-            continue  # a wrong password costs a quarter of a second
         reply = ask(client, words_for(row.name, SHARED))
         if row.access is Access.ANYONE:
             assert not str(reply).startswith("NOAUTH") or row.name == "HELLO"
         else:
             # Strangers' requests are short, or end the connection.
             assert str(reply).startswith(("NOAUTH", "ERR Protocol error: unauthenticated"))
+        client.close()
 
 
 @pytest.mark.parametrize("row", ALL, ids=ids(ALL))
 def test_a_tenant_uses_its_own_and_administers_nothing(shared: Server, row: Command) -> None:
-    ann = login(shared, "ann", "apple")
+    check_own(shared.client, row)
+
+
+def check_own(connect: Connect, row: Command) -> None:
+    """A tenant about what is its own."""
+    ann = login(connect, "ann", "apple")
     fill(ann, SHARED)
     reply = ask(ann, words_for(row.name, SHARED))
     if row.access is Access.ADMIN:
         assert reply == "NOPERM this command is not allowed for tenant connections"
     elif row.name not in ENDS:
         assert not str(reply).startswith(("NOPERM", "NOAUTH")), reply
+    ann.close()
 
 
 @pytest.mark.parametrize("row", TENANTS, ids=ids(TENANTS))
 def test_what_another_tenant_holds_looks_absent_and_stays_as_it_is(
     shared: Server, bob: tuple[Client, list[Any]], row: Command
 ) -> None:
-    ann = login(shared, "ann", "apple")
+    check_others(shared.client, bob, row)
+
+
+def check_others(connect: Connect, bob: tuple[Client, list[Any]], row: Command) -> None:
+    """A tenant about what is Bob's, and about what is nobody's."""
+    ann = login(connect, "ann", "apple")
     others, nobodys = (ask(ann, words_for(row.name, ns)) for ns in (OTHERS, NOBODYS))
     if row.name not in OWN_FIGURES:
         assert hide(others, OTHERS) == hide(nobodys, NOBODYS)
@@ -140,6 +189,7 @@ def test_what_another_tenant_holds_looks_absent_and_stays_as_it_is(
         ann.call("KV.PREFIX.DROP", ns)
         ann.call("SSM.PREFIX.DROP", ns)
     assert describe(client, OTHERS) == before
+    ann.close()
 
 
 def hide(reply: Any, ns: bytes) -> Any:
@@ -156,22 +206,47 @@ def hide(reply: Any, ns: bytes) -> Any:
 def test_the_admin_does_not_meet_a_tenants_names_by_accident(
     shared: Server, bob: tuple[Client, list[Any]], row: Command
 ) -> None:
-    admin = login(shared, "root")
+    check_admin(shared.client, bob, row)
+
+
+def check_admin(connect: Connect, bob: tuple[Client, list[Any]], row: Command) -> None:
+    """The admin about a name of Bob's, and about one that is nobody's."""
+    admin = login(connect, "root")
     others, nobodys = (ask(admin, words_for(row.name, ns)) for ns in (OTHERS, NOBODYS))
     if row.name not in OWN_FIGURES:
         assert hide(others, OTHERS) == hide(nobodys, NOBODYS)
     client, before = bob
     assert describe(client, OTHERS) == before
+    admin.close()
+
+
+def test_other_ways_in_have_the_same_walls_for_every_command(
+    other_way: Connect, bob: tuple[Client, list[Any]]
+) -> None:
+    for row in ALL:
+        check_strangers(other_way, row, WRONG if row.name == "V.FETCH" else ())
+        check_own(other_way, row)
+    for row in TENANTS:
+        check_others(other_way, bob, row)
+        check_admin(other_way, bob, row)
 
 
 @pytest.mark.parametrize("code", sorted(FRAMES), ids=lambda code: FRAMES[code].name)
+@pytest.mark.parametrize("way", ["tcp", "tls"])
 def test_the_binary_lane_has_the_same_walls(
-    shared: Server, bob: tuple[Client, list[Any]], code: int
+    shared: Server, papers: Papers, bob: tuple[Client, list[Any]], code: int, way: str
 ) -> None:
     name = FRAMES[code].name
-    stranger = BinaryClient(shared.host, shared.port + 1)
+    context = ssl.create_default_context(cafile=str(papers.ca))
+
+    def connect() -> BinaryClient:
+        if way == "tcp":
+            return BinaryClient(shared.host, shared.port + 1)
+        return over_tls(BinaryClient(shared.host, tls_port(shared) + 1), context)
+
+    stranger = connect()
     assert stranger.call(code, body_for(name, SHARED))[0] == ERROR
-    ann = BinaryClient(shared.host, shared.port + 1)
+    ann = connect()
     assert ann.call(AUTH, b"ann\0berry")[0] == ERROR
     assert ann.call(AUTH, b"ann\0root")[0] == ERROR
     assert ann.call(AUTH, b"ann\0apple")[0] == OK
