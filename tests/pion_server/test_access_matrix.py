@@ -1,14 +1,14 @@
 """Every command and frame by every user: nobody, a tenant on its own and others' data, the admin.
 
 The cases come from the command table itself: a command without a sample here fails. They are played
-one by one over TCP, and all together over each other way in: the Unix socket, and TLS on both lanes.
+one by one over TCP, all together over the Unix socket, and over TLS on both lanes.
 """
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 
@@ -52,11 +52,12 @@ def shared(module_server: Callable[..., Server], papers: Papers) -> Server:
     return module_server(*USERS, "--metal-attention", *papers.flags)
 
 
-def over_tls(client: Any, context: ssl.SSLContext) -> Any:
+ClientT = TypeVar("ClientT", RawClient, BinaryClient)
+
+
+def over_tls(client: ClientT, context: ssl.SSLContext) -> ClientT:
     """The same client, what it says wrapped."""
-    client.socket = context.wrap_socket(
-        client.socket, server_hostname=client.socket.getpeername()[0]
-    )
+    client.socket = context.wrap_socket(client.socket, server_hostname="127.0.0.1")
     return client
 
 
