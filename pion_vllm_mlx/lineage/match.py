@@ -206,13 +206,17 @@ def _links_to(asked: Asked, segments: Mapping[int, Segment], end: int) -> tuple[
 
 
 def _rests_on(segment: Segment, links: list[Link]) -> bool:
-    """Whether it was computed on top of exactly these, and is stored in the same shape."""
+    """Whether it was computed on top of exactly these, and is stored in the same shape.
+
+    Its parent need not be the last: another that holds the last block once more may have come in
+    between.
+    """
     if not links:
         return segment.start == 0
     before = links[-1].segment
     return (
         segment.start == links[-1].end
-        and segment.parent == before.digest
+        and segment.parent in [link.segment.digest for link in links]
         and segment.base == before.trail_at(segment.start)
         and segment.shape() == links[0].segment.shape()
     )

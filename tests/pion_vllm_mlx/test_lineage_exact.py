@@ -191,6 +191,40 @@ def test_a_capture_takes_only_what_is_new(shared: Server) -> None:
     assert fresh.store(capture) == "known"
 
 
+@pytest.mark.parametrize("family", ATTENTION)
+def test_turns_of_less_than_a_block_are_found_to_the_token(shared: Server, family: str) -> None:
+    """A prompt and its answer often add a few tokens only: a restart loses none of them."""
+    model = build(family, seed=16)
+    ids = ids_of(9, 420)
+    index, cold = index_of(shared, model), Cold(model)
+    for count in (150, 170, 185, 190, 230, 290, 310, 315, 320):
+        turn = take_turn(index, model, ids[:count])
+        cold.run(ids[:count], turn.restored, turn.ends)
+        found = index_of(shared, model).find(ids)
+        # Once more with blocks before them; where all their names are taken, they wait.
+        assert found.tokens == {185: 170, 190: 170, 310: 290, 315: 290}.get(count, count)
+    fresh = index_of(shared, model)
+    turn = take_turn(fresh, model, ids)
+    assert turn.restored == 320
+    assert is_same(model, turn.cache, cold.run(ids, 320, turn.ends))
+    assert index_of(shared, model).find(ids).tokens == 420
+
+
+def test_a_branch_is_not_given_up_for_a_few_tokens_of_another(shared: Server) -> None:
+    """The name of the block before them may be a longer conversation's, which others rest on."""
+    model = build("llama", seed=17)
+    long, trunk = ids_of(10, 500), ids_of(10, 500)[:150]
+    index = index_of(shared, model)
+    take_turn(index, model, trunk[:64])
+    take_turn(index, model, long[:300])
+    take_turn(index, model, long)
+    other = [*long[:132], *ids_of(11, 20)]
+    take_turn(index, model, other)
+    for fresh in (index, index_of(shared, model)):
+        assert fresh.find(long).tokens == 500
+        assert fresh.find(other).tokens >= 132
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", sorted(set(families) - set(ONE_TOKEN_A_CALL)))
 def test_every_family_resumes_a_growing_conversation_bit_for_bit(
