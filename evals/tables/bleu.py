@@ -3,8 +3,9 @@
 Twenty questions on five system prompts, 50 greedy tokens each. *Standalone* is mlx-lm by itself,
 the whole prompt at once. For each tier the prefix is stored by one `PionPromptCache` and fetched
 by another, over TCP; the answer is compared with standalone's, up to its end. The model's own
-format ("auto", lossless) answers token by token; for the others the standalone answer is checked
-in one pass and continued from the first difference, which says the same in less time.
+format ("auto", lossless) answers token by token; for the others standalone's answer is checked in
+one pass and goes on from the first difference, all questions together, which says the same in less
+time.
 
 By lane: what models answer that share a lossless prefix (lanes C of `evals.lanes`). Attention is
 merged from two parts there, so its logits differ from standalone's in the last bits.
@@ -14,8 +15,7 @@ Expected: BLEU 1.000 and every answer identical for lossless formats; others as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Final
@@ -24,7 +24,7 @@ from evals.findings import Bar, Findings, Plot, Quoted, Table
 from evals.lanes import LANES, Lane, Prefix
 from evals.serving import SERVER_FLAGS, local_server
 from evals.setting import Setting
-from evals.speaking import Agreement, Said, compare, speak, speak_after
+from evals.speaking import Agreement, Draft, Said, compare, speak, speak_after
 from evals.texts import read_prompts, split_prompt
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.local_server import LocalServer
@@ -85,9 +85,11 @@ def measure(setting: Setting, tiers: Sequence[Tier], questions: int, tokens: int
     found: dict[str, list[Agreement]] = {}
     with local_server(*SERVER_FLAGS) as server:
         for tier in tiers:
-            answer = _Answering(model, tokenizer, tokens, tier)
-            with answer.from_store(server) as say:
-                found[tier.label] = [compare(tokenizer, say(one), one.standalone) for one in asked]
+            said = _Answering(model, tokenizer, tokens, tier).from_store(server, asked)
+            found[tier.label] = [
+                compare(tokenizer, answer, one.standalone)
+                for answer, one in zip(said, asked, strict=True)
+            ]
             _print_line(tier.label, found[tier.label])
         # B's lanes give the cache that "auto" answered from.
         shared = {name: lane for name, lane in LANES.items() if name.startswith("C")}
@@ -146,24 +148,27 @@ class _Answering:
     tokens: int
     tier: Tier
 
-    @contextmanager
-    def from_store(self, server: LocalServer) -> Iterator[Callable[[Asked], Said]]:
-        """Two clients of one server: one stores what is missing, the other answers from it."""
-        stored: set[tuple[int, ...]] = set()
+    def from_store(self, server: LocalServer, asked: Sequence[Asked]) -> list[Said]:
+        """Two clients of one server: one stores the prefixes, the other answers from them."""
         with self._client(server) as writer, self._client(server) as reader:
+            for prefix, name in {one.prefix: self._name(one) for one in asked}.items():
+                writer.get_or_prefill(prefix, name)
+            said = self._answer(reader, asked)
+            if reader.stats()["hits"] != len(asked):
+                raise RuntimeError(f"a stored prefix was a miss: {reader.stats()}")
+            return said
 
-            def say(one: Asked) -> Said:
-                namespace = PionPromptCache.make_namespace("bleu", self.tier.label, one.prompt)
-                if one.prefix not in stored:
-                    writer.get_or_prefill(one.prefix, namespace)
-                    stored.add(one.prefix)
-                hits = reader.stats()["hits"]
-                cache = reader.get_or_prefill(one.prefix, namespace)
-                if reader.stats()["hits"] != hits + 1:
-                    raise RuntimeError(f"a stored prefix was a miss: {reader.stats()}")
-                return self._answer(one, cache)
+    def _answer(self, reader: PionPromptCache, asked: Sequence[Asked]) -> list[Said]:
+        caches = (reader.get_or_prefill(one.prefix, self._name(one)) for one in asked)
+        pairs = zip(asked, caches, strict=True)
+        model, tokenizer, tokens = self.model, self.tokenizer, self.tokens
+        if self.tier.vquant == "auto":
+            return [speak(model, tokenizer, one.suffix, tokens, cache) for one, cache in pairs]
+        drafts = [Draft(one.suffix, cache, one.standalone) for one, cache in pairs]
+        return speak_after(model, tokenizer, drafts, tokens)
 
-            yield say
+    def _name(self, one: Asked) -> str:
+        return PionPromptCache.make_namespace("bleu", self.tier.label, one.prompt)
 
     def _client(self, server: LocalServer) -> PionPromptCache:
         return PionPromptCache(
@@ -175,12 +180,6 @@ class _Answering:
             timeout=5,
             store="sync",
         )
-
-    def _answer(self, one: Asked, cache: list[Any]) -> Said:
-        if self.tier.vquant == "auto":
-            return speak(self.model, self.tokenizer, one.suffix, self.tokens, cache)
-        draft = one.standalone
-        return speak_after(self.model, self.tokenizer, one.suffix, self.tokens, cache, draft)
 
 
 def _findings(

@@ -29,7 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from evals.findings import Bar, Findings, Plot, Quoted, Table
 from evals.serving import local_server
 from evals.setting import Setting
-from evals.speaking import Agreement, compare, speak, speak_after
+from evals.speaking import Agreement, Draft, compare, speak, speak_after
 from evals.texts import read_records, split_prompt
 from pion_vllm_mlx import HybridRetrievalCache
 from pion_vllm_mlx.prefill import prefill
@@ -156,16 +156,17 @@ def _measure_packs(
                 full: list[Any] = make_prompt_cache(model)
                 took = prefill(model, [*stub, *ids], full, hr.prefill_step_size)
                 reference = speak(model, tokenizer, suffix, tokens, full)
-                for k in recomputed:
-                    if k and count == 1:
-                        continue  # nothing stands before the first pack but the stub
+                ks = [k for k in recomputed if not k or count > 1]  # before one pack is no other
+                drafts = []
+                for k in ks:
                     started = time.perf_counter()
                     cache, rest = hr.prepare_multi(names, suffix, recompute_tokens=k)
                     composing = time.perf_counter() - started
                     if not k:
                         share = composing / (took * len(ids) / (len(stub) + len(ids)))
                         shares.setdefault(count, []).append(share)
-                    said = speak_after(model, tokenizer, rest, tokens, cache, reference)
+                    drafts.append(Draft(rest, cache, reference))
+                for k, said in zip(ks, speak_after(model, tokenizer, drafts, tokens), strict=True):
                     agreement = compare(tokenizer, said, reference)
                     found.setdefault((count, order, k), []).append(agreement)
                     print(f"{count} packs, {order}, k={k}: {agreement}", flush=True)

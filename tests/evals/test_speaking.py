@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
-from evals.speaking import Said, compare, speak, speak_after, text_bleu
+from evals.speaking import Draft, Said, compare, speak, speak_after, text_bleu
 from evals.texts import TwoBeginnings, check_beginning, render, split_prompt
 from pion_vllm_mlx.prefill import prefill
 from tests.evals.letters import BOS, EOS, LetterTokenizer
@@ -36,8 +36,31 @@ def test_a_checked_draft_gives_the_answer_of_one_by_one(seed: int, wrong_at: int
     if wrong_at is not None and wrong_at < len(tokens):
         tokens[wrong_at:] = [(token + 1) % 60 for token in tokens[wrong_at:]]
     draft = Said(tuple(tokens), answer.ended, 0.0, 0.0)
-    checked = speak_after(model, tokenizer, SUFFIX, 12, cache_after(model, PREFIX), draft)
+    (checked,) = speak_after(
+        model, tokenizer, [Draft(SUFFIX, cache_after(model, PREFIX), draft)], 12
+    )
     assert (checked.tokens, checked.ended) == (answer.tokens, answer.ended)
+
+
+def test_answers_that_go_on_together_are_those_of_one_by_one() -> None:
+    model, tokenizer = tiny_llama(2), LetterTokenizer()
+    prefixes = [PREFIX[:length] for length in (9, 20, 33, len(PREFIX), 26)]
+    tokenizer.eos_token_ids = {1000}
+    alone = [speak(model, tokenizer, SUFFIX, 16, cache_after(model, ids)) for ids in prefixes]
+    # One that ends early, at a token others may come by, too; and drafts wrong at other places.
+    tokenizer.eos_token_ids = {alone[1].tokens[9]}
+    alone = [speak(model, tokenizer, SUFFIX, 16, cache_after(model, ids)) for ids in prefixes]
+    drafts = []
+    for place, (answer, ids) in enumerate(zip(alone, prefixes, strict=True)):
+        tokens = [*answer.tokens[:place], BOS, *answer.tokens[place + 1 :]]
+        said = Said(tuple(tokens), False, 0.0, 0.0)
+        drafts.append(Draft(SUFFIX, cache_after(model, ids), said))
+    together = speak_after(model, tokenizer, drafts, 16)
+    assert [(one.tokens, one.ended) for one in together] == [
+        (one.tokens, one.ended) for one in alone
+    ]
+    assert any(one.ended for one in alone)
+    assert not all(one.ended for one in alone)
 
 
 def test_nothing_is_said_after_the_end() -> None:
@@ -51,7 +74,8 @@ def test_nothing_is_said_after_the_end() -> None:
     short = speak(model, tokenizer, SUFFIX, 12, cache_after(model, PREFIX))
     assert short.ended
     assert short.tokens == whole.tokens[:cut]
-    again = speak_after(model, tokenizer, SUFFIX, 12, cache_after(model, PREFIX), short)
+    draft = Draft(SUFFIX, cache_after(model, PREFIX), short)
+    (again,) = speak_after(model, tokenizer, [draft], 12)
     assert (again.tokens, again.ended) == (short.tokens, True)
 
 
