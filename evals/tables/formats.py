@@ -2,155 +2,57 @@
 
 *Error*: `evals.bench.formats_error` on the K and V of a prefix; that module says how.
 
-*Digits*: a prefix states twelve facts that end in a number. After a fact's beginning the model is
-given the right number, digit by digit, and must choose each digit itself: from exact K and V, from
-`mlx4g32` (four bits, groups of 32, affine, as stored and fetched), from the same with groups of 64,
-and from symmetric codes in groups of 32. The last two are no storage formats, only what the design
-decided against.
+*Digits*: numbers of sixteen random digits stand in a prefix, and the model is given one, digit by
+digit, and must choose each next digit itself (`evals.digits`): from exact K and V, from `mlx4g32`
+(four bits, groups of 32, affine, as stored and fetched), from the same with groups of 64, and from
+symmetric codes in groups of 32. The last two are no storage formats, only what the design decided
+against. Digits chosen right say little with a small model, which is never sure; the probability it
+gives the right digit says more.
 
-Expected: fp32 exact; `mlx4g32` keeps no fewer digits than groups of 64, and errs less than either
-of the other two.
+Expected: fp32 exact; `mlx4g32` makes the right digits more probable than groups of 64 do, changes
+what the model knows less, and errs less than either of the other two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final, TypeAlias
-
-import mlx.core as mx
-import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
-from numpy.typing import NDArray
+from collections.abc import Mapping
+from typing import Any, Final
 
 from evals.bench import formats_error
-from evals.bench.formats_error import errors, numbers, through_store
+from evals.digits import EXACT, GROUPS_64, STORED, SYMMETRIC, measure_digits
 from evals.findings import NOT_MEASURED, Bar, Findings, Plot, Quoted, Table
 from evals.setting import Setting
-from evals.texts import read_long_text, read_records, split_prompt
-from pion_patches.cache_rebuild import CacheImage, dismantle, rebuild
-from pion_vllm_mlx.prefill import prefill
-from pion_vllm_mlx.tier import Tier
-
-F32: TypeAlias = NDArray[np.float32]
 
 TOKENS: Final = 512
-_STEP: Final = 512
-_BITS: Final = 4
-_SYMMETRIC_TOP: Final = 7
-
-EXACT, STORED, GROUPS_64, SYMMETRIC = "exact", "mlx4g32", "groups of 64", "symmetric, groups of 32"
+#: Prefixes with digits, and numbers in each.
+PREFIXES: Final = 5
+NUMBERS: Final = 24
 
 
 def run(setting: Setting) -> Findings:
     tokens, questions = setting.count(TOKENS, 128), setting.count(8, 2)
     loaded = setting.load()
     measured = formats_error.run(tokens, questions, setting.count(32, 4), loaded)
-    digits = measure_digits(*loaded, setting.count(12, 4), setting.count(TOKENS, 128))
+    prefixes, count = setting.count(PREFIXES), setting.count(NUMBERS, 6)
+    digits = measure_digits(*loaded, prefixes, count, setting.seed)
     return _findings(measured, digits)
-
-
-def measure_digits(model: Any, tokenizer: Any, facts: int, tokens: int) -> dict[str, Any]:
-    """Digits chosen right from each way of keeping K and V, and what it does to K and V."""
-    records = read_records("numbers")[:facts]
-    text = " ".join(f"{one['stem']}{one['number']}." for one in records)
-    # Long enough that the facts are not the last thing read.
-    filler = read_long_text()[: 4 * tokens]
-    ids, _ = split_prompt(tokenizer, f"Remember these facts. {text}\n\n{filler}", "A")
-    cache = make_prompt_cache(model)
-    prefill(model, ids, cache, _STEP)
-    exact = dismantle(cache, len(ids))
-    found: dict[str, dict[str, float]] = {}
-    for way, image in _ways(exact):
-        right = total = 0
-        for one in records:
-            chosen = _count_digits(model, tokenizer, image, one["stem"], one["number"])
-            right, total = right + chosen[0], total + chosen[1]
-        found[way] = {"digits_right": right, "digits": total}
-        for side in ("keys", "values"):
-            found[way] |= errors(side, numbers(exact, side), numbers(image, side))
-        print(f"{way:<26} digits {right}/{total}", flush=True)
-    return found
-
-
-def _ways(exact: CacheImage) -> list[tuple[str, CacheImage]]:
-    return [
-        (EXACT, exact),
-        (STORED, through_store(exact, Tier("mlx4g32")).image),
-        (GROUPS_64, _change_rows(exact, lambda rows: quantise_affine(rows, 64))),
-        (SYMMETRIC, _change_rows(exact, lambda rows: quantise_symmetric(rows, 32))),
-    ]
-
-
-def _change_rows(image: CacheImage, change: Callable[[F32], F32]) -> CacheImage:
-    leaves = []
-    for leaf in image.leaves:
-        sides = {}
-        for side in ("keys", "values"):
-            piece = getattr(leaf, side)
-            rows = np.array(piece.parts[0], dtype=np.float32)
-            sides[side] = replace(piece, parts=(mx.array(change(rows)),))
-        leaves.append(replace(leaf, **sides))
-    return CacheImage(image.tokens, tuple(leaves))
-
-
-def quantise_affine(rows: F32, group: int) -> F32:
-    """Four bits, a scale and a bias (both fp16) for each `group` numbers of a row; read back."""
-    codes, scales, biases = mx.quantize(mx.array(rows), group, _BITS)
-    scales, biases = (part.astype(mx.float16).astype(mx.float32) for part in (scales, biases))
-    return np.array(mx.dequantize(codes, scales, biases, group, _BITS))
-
-
-def quantise_symmetric(rows: F32, group: int) -> F32:
-    """Four bits around zero, one scale (fp16) for each `group` numbers of a row; read back."""
-    blocks = rows.reshape(-1, group)
-    scale = np.abs(blocks).max(axis=1, keepdims=True) / _SYMMETRIC_TOP
-    scale = np.maximum(scale.astype(np.float16).astype(np.float32), np.float32(1e-8))
-    codes = np.clip(np.rint(blocks / scale), -_SYMMETRIC_TOP - 1, _SYMMETRIC_TOP)
-    return np.asarray((codes * scale).reshape(rows.shape), dtype=np.float32)
-
-
-def _count_digits(
-    model: Any, tokenizer: Any, image: CacheImage, stem: str, number: str
-) -> tuple[int, int]:
-    """How many digits of `number` are chosen, given all before them, and how many there are."""
-    _, suffix = split_prompt(tokenizer, "A", "Repeat the fact exactly.")
-    lead = tokenizer.encode(stem.strip(), add_special_tokens=False)
-    whole = tokenizer.encode(f"{stem}{number}", add_special_tokens=False)
-    shared = next((i for i, (a, b) in enumerate(zip(lead, whole, strict=False)) if a != b), None)
-    start = len(lead) if shared is None else shared
-    cache = rebuild(make_prompt_cache(model), image)
-    ids = [*suffix, *whole]
-    logits = np.array(model(mx.array([ids]), cache=cache)[0].astype(mx.float32))
-    right = total = 0
-    for place in range(start, len(whole)):
-        if any(letter.isdigit() for letter in tokenizer.decode([whole[place]])):
-            total += 1
-            right += int(logits[len(suffix) + place - 1].argmax()) == whole[place]
-    return right, total
 
 
 def _findings(measured: Mapping[str, Any], digits: Mapping[str, Any]) -> Findings:
     formats = measured["formats"]
     count = measured["questions"]
-    recall = [
-        (
-            way,
-            f"{one['digits_right']}/{one['digits']}",
-            f"{one['keys_relative_error']:.2%}",
-            f"{one['values_relative_error']:.2%}",
-        )
-        for way, one in digits.items()
-    ]
-    exact, stored, wide = (digits[way] for way in (EXACT, STORED, GROUPS_64))
-    gain = 100 * (digits[SYMMETRIC]["keys_relative_error"] - stored["keys_relative_error"])
+    exact, stored, wide, symmetric = (
+        digits["ways"][way] for way in (EXACT, STORED, GROUPS_64, SYMMETRIC)
+    )
+    points = 100 * (symmetric["keys_relative_error"] - stored["keys_relative_error"])
+    gain = digits["gain"]
     return Findings(
-        figures={**measured, "digits": digits, "affine_gain_points_on_keys": gain},
+        figures={**measured, "digits": digits, "affine_gain_points_on_keys": points},
         tables=[
             _table_of_errors(measured),
             _table_of_answers(measured),
             _table_of_speed(measured),
-            _table_of_digits(recall),
+            _table_of_digits(digits),
         ],
         plots=[
             Plot(
@@ -172,19 +74,31 @@ def _findings(measured: Mapping[str, Any], digits: Mapping[str, Any]) -> Finding
         bars=[
             Bar("fp32: numbers read back exactly", float(_is_exact(formats["fp32"])), 1.0),
             Bar("fp32: questions answered as cold", formats["fp32"]["answers_agree"], count),
-            Bar("digits: mlx4g32 against groups of 64", *_digits(stored, wide), decides=False),
+            Bar(
+                "right digits' log-probability, mlx4g32 over groups of 64, low end of the interval",
+                gain["low"],
+                0.0,
+                decides=False,
+            ),
+            Bar(
+                "mean change of it, groups of 64 by mlx4g32",
+                wide["change"] / stored["change"],
+                1.0,
+                decides=False,
+            ),
         ],
         quoted=[
             Quoted(
                 "4 bits, groups of 32 against 64: facts recalled",
                 'groups of 64 corrupt digits ("2430-04-22" for "2030-04-22")',
-                f"{stored['digits_right']} against {wide['digits_right']} of {exact['digits']}"
-                f" digits; exact K and V: {exact['digits_right']}",
+                f"{stored['right']} against {wide['right']} of {exact['tokens']} digits right,"
+                f" {exact['right']} from exact K and V; the right digit's log-probability changes"
+                f" by {stored['change']:.3f} against {wide['change']:.3f}",
             ),
             Quoted(
                 "affine against symmetric, on K",
                 "2.92 percentage points less error",
-                f"{gain:.2f} percentage points less",
+                f"{points:.2f} percentage points less",
             ),
             Quoted(
                 "mean absolute error: mlx4g32, turbo4",
@@ -205,10 +119,6 @@ def _findings(measured: Mapping[str, Any], digits: Mapping[str, Any]) -> Finding
 
 def _is_exact(figure: Mapping[str, float]) -> bool:
     return figure["keys_max_error"] == figure["values_max_error"] == 0
-
-
-def _digits(stored: Mapping[str, int], wide: Mapping[str, int]) -> tuple[int, int]:
-    return stored["digits_right"], wide["digits_right"]
 
 
 def _where(measured: Mapping[str, Any]) -> str:
@@ -272,6 +182,34 @@ def _table_of_speed(measured: Mapping[str, Any]) -> Table:
     )
 
 
-def _table_of_digits(rows: Sequence[Sequence[str]]) -> Table:
-    columns = ("K and V", "digits chosen right", "mean error of K", "of V")
-    return Table("Digits recalled from a prefix, each given those before it", columns, rows)
+def _table_of_digits(digits: Mapping[str, Any]) -> Table:
+    rows = [
+        (
+            way,
+            f"{one['right']}/{one['tokens']}",
+            f"{one['as_exact']}/{one['tokens']}",
+            f"{one['log_probability']:.3f}",
+            f"{one['change']:.3f}",
+            f"{one['keys_relative_error']:.2%}",
+            f"{one['values_relative_error']:.2%}",
+        )
+        for way, one in digits["ways"].items()
+    ]
+    gain = digits["gain"]
+    return Table(
+        f"{digits['numbers']} numbers of {digits['digits']} digits copied from a prefix, each digit"
+        " given those before it",
+        (
+            "K and V",
+            "digits chosen right",
+            "chosen as from exact K and V",
+            "log-probability of the right digit",
+            "its mean change",
+            "mean error of K",
+            "of V",
+        ),
+        rows,
+        f"From {STORED} the right digit's log-probability is higher than from {GROUPS_64} by"
+        f" {gain['mean']:.3f} (95% interval of the mean {gain['low']:.3f} to {gain['high']:.3f},"
+        " bootstrap over numbers).",
+    )

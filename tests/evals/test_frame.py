@@ -17,7 +17,7 @@ from evals.provenance import describe_machine, save_result
 from evals.registry import load_module, module_names, title_of
 from evals.report import newest_results, write_report
 from evals.setting import Setting
-from evals.texts import DATA, read_long_text, read_prompts, read_queries, read_records
+from evals.texts import DATA, read_long_text, read_prompts, read_queries
 
 FINDINGS = Findings(
     figures={"bleu": 0.5},
@@ -168,4 +168,3 @@ def test_the_data_are_twenty_questions_on_five_prompts_with_licences_named() -> 
     for path in DATA.iterdir():
         assert path.name == "README.md" or f"`{path.name}`" in readme
     assert len(read_long_text()) > 60_000
-    assert all(any(letter.isdigit() for letter in one["number"]) for one in read_records("numbers"))

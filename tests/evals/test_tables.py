@@ -11,11 +11,12 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 import numpy as np
 
+from evals import digits
 from evals.lanes import APPROXIMATE, LANES
 from evals.needles import found_by, plant_needles
 from evals.random_models import random_hybrid, random_ids
 from evals.setting import Setting
-from evals.tables import formats, hybrid, niah, ttft
+from evals.tables import hybrid, niah, ttft
 from pion_patches.attention import is_installed
 from pion_vllm_mlx.prefill import prefill
 
@@ -105,7 +106,7 @@ def test_planted_needles_are_found_and_others_are_not() -> None:
 @pytest.mark.parametrize(("group", "most"), [(32, 1.0), (64, 1.25)])
 def test_four_bit_variants_err_as_their_groups_say(group: int, most: float) -> None:
     rows = np.random.default_rng(1).standard_normal((64, 192)).astype(np.float32)
-    error = np.abs(formats.quantise_affine(rows, group) - rows)
+    error = np.abs(digits.quantise_affine(rows, group) - rows)
     # At most half a step of a group's range, or the range's own rounding to fp16.
     blocks = rows.reshape(-1, group)
     step = (blocks.max(axis=1) - blocks.min(axis=1)) / 15
@@ -115,8 +116,8 @@ def test_four_bit_variants_err_as_their_groups_say(group: int, most: float) -> N
 
 def test_symmetric_codes_err_more_than_affine_ones_off_centre() -> None:
     rows = np.random.default_rng(1).standard_normal((64, 192)).astype(np.float32) + 2
-    affine = np.abs(formats.quantise_affine(rows, 32) - rows).mean()
-    symmetric = np.abs(formats.quantise_symmetric(rows, 32) - rows).mean()
+    affine = np.abs(digits.quantise_affine(rows, 32) - rows).mean()
+    symmetric = np.abs(digits.quantise_symmetric(rows, 32) - rows).mean()
     assert symmetric > 1.5 * affine
     zeros = np.zeros((2, 64), np.float32)
-    assert not formats.quantise_symmetric(zeros, 32).any()
+    assert not digits.quantise_symmetric(zeros, 32).any()
