@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -11,12 +13,25 @@ from typing import Any, Final, TypeAlias
 from pion_patches.remote import RemoteKVCache
 from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.mlx_lm_patch import make_pion_prompt_cache, pion_attention_patch
+from pion_vllm_mlx.transport import local
 
 #: Makes the cache of one request; what it costs is part of the request's time.
 Open: TypeAlias = Callable[[], list[Any]]
 
 #: `binary_port` of a client that keeps to RESP, and of one that takes the next port.
 _RESP_ONLY, _NEXT_PORT = 0, None
+#: Seconds until a prefix that was hit twice must come as a file.
+_UNTIL_LENT: Final = 10.0
+
+
+@contextmanager
+def over_tcp() -> Iterator[None]:
+    """Prefixes come over the network in this block, on the server's own machine too."""
+    os.environ[local.OFF] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[local.OFF]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +65,22 @@ class Prefix:
 
     @contextmanager
     def rebuild_resp(self) -> Iterator[Open]:
-        with self._client(held_bytes=0) as pc:
+        with over_tcp(), self._client(held_bytes=0) as pc:
             yield lambda: pc.get_or_prefill(self.ids, self.namespace)
+
+    @contextmanager
+    def rebuild_local(self) -> Iterator[Open]:
+        with self._client(held_bytes=0) as pc:
+            # A prefix becomes a file when it is hit again.
+            ends = time.monotonic() + _UNTIL_LENT
+            while not pc.stats()["hits_local"]:
+                if time.monotonic() > ends:
+                    raise RuntimeError(f"the server lends no file: {pc.stats()}")
+                pc.get_or_prefill(self.ids, self.namespace)
+            others = pc.stats()["hits"] - pc.stats()["hits_local"]
+            yield lambda: pc.get_or_prefill(self.ids, self.namespace)
+            if pc.stats()["hits"] - pc.stats()["hits_local"] != others:
+                raise RuntimeError(f"a prefix came over the network: {pc.stats()}")
 
     @contextmanager
     def rebuild_held(self) -> Iterator[Open]:
@@ -92,12 +121,14 @@ class Prefix:
 Lane: TypeAlias = Callable[[Prefix], AbstractContextManager[Open]]
 
 RESP: Final = "B rebuild, RESP"
+LOCAL: Final = "B rebuild, local lane"
 IN_PROCESS: Final = "C shared, in process"
 IN_SERVER: Final = "C in the server, binary lane"
 
 #: B rebuilds the cache; C leaves the prefix where it is, here or in the server.
 LANES: Final[Mapping[str, Lane]] = {
     RESP: Prefix.rebuild_resp,
+    LOCAL: Prefix.rebuild_local,
     "B rebuild, held in process": Prefix.rebuild_held,
     IN_PROCESS: Prefix.share_in_process,
     "C in the server, RESP": partial(Prefix.attend_in_server, binary_port=_RESP_ONLY),

@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from evals.findings import Bar, Findings, Plot, Table
+from evals.lanes import over_tcp
 from evals.rounds import medians, ratio_of
 from evals.serving import local_server
 from evals.setting import Setting
@@ -40,7 +41,6 @@ COLD_ROUNDS: Final = 2
 FILE: Final = "mlx-lm, its file"
 COLD: Final = "mlx-lm, cold"
 LOCAL: Final = "Pion, local lane"
-NO_EXPORT: Final = "PION_PROMPT_CACHE_NO_EXPORT"
 
 _stock: Any = mlx_lm_cache
 Open = Callable[[], list[Any]]
@@ -102,7 +102,8 @@ def _measure_one(
                 seconds[COLD].append(said.first_seconds)
                 wanted = said.tokens
             for name, open_cache in lanes.items():
-                with _lane_variables(name):
+                # TCP is what is left where the local lane is turned off.
+                with over_tcp() if "TCP" in name else nullcontext():
                     started = time.perf_counter()
                     cache = open_cache()
                     said = speak(scene.model, tokenizer, question, 1, cache, started)
@@ -149,19 +150,6 @@ _LANES: Final[Mapping[str, Callable[..., Any]]] = {
     "Pion, TCP": _pion,
     "Pion, TCP, mlx4g32": lambda scene, cold: _pion(scene, cold, "mlx4g32", "mlx4g32"),
 }
-
-
-@contextmanager
-def _lane_variables(name: str) -> Iterator[None]:
-    """TCP is what is left where the local lane is turned off."""
-    if "TCP" not in name:
-        yield
-        return
-    os.environ[NO_EXPORT] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[NO_EXPORT]
 
 
 def _findings(found: Mapping[int, dict[str, list[float]]]) -> Findings:

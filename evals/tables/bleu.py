@@ -7,8 +7,9 @@ format ("auto", lossless) answers token by token; for the others standalone's an
 one pass and goes on from the first difference, all questions together, which says the same in less
 time.
 
-By lane: what models answer that share a lossless prefix (lanes C of `evals.lanes`). Attention is
-merged from two parts there, so its logits differ from standalone's in the last bits.
+By lane: what models answer from a prefix that comes as a file (the local lane), and what those do
+that share one (lanes C of `evals.lanes`). Attention is merged from two parts in lanes C, so logits
+differ from standalone's in the last bits.
 
 Expected: BLEU 1.000 and every answer identical for lossless formats; others as they are.
 """
@@ -21,7 +22,7 @@ from statistics import mean
 from typing import Any, Final
 
 from evals.findings import Bar, Findings, Plot, Quoted, Table
-from evals.lanes import LANES, Lane, Prefix
+from evals.lanes import LANES, LOCAL, Lane, Prefix, over_tcp
 from evals.serving import SERVER_FLAGS, local_server
 from evals.setting import Setting
 from evals.speaking import Agreement, Draft, Said, compare, speak, speak_after
@@ -85,15 +86,16 @@ def measure(setting: Setting, tiers: Sequence[Tier], questions: int, tokens: int
     found: dict[str, list[Agreement]] = {}
     with local_server(*SERVER_FLAGS) as server:
         for tier in tiers:
-            said = _Answering(model, tokenizer, tokens, tier).from_store(server, asked)
+            with over_tcp():
+                said = _Answering(model, tokenizer, tokens, tier).from_store(server, asked)
             found[tier.label] = [
                 compare(tokenizer, answer, one.standalone)
                 for answer, one in zip(said, asked, strict=True)
             ]
             _print_line(tier.label, found[tier.label])
-        # B's lanes give the cache that "auto" answered from.
-        shared = {name: lane for name, lane in LANES.items() if name.startswith("C")}
-        lanes = _answer_by_lane(model, tokenizer, asked, tokens, server.port, shared)
+        # The other lanes B give the cache that "auto" answered from.
+        others = {name: make for name, make in LANES.items() if name[0] == "C" or name == LOCAL}
+        lanes = _answer_by_lane(model, tokenizer, asked, tokens, server.port, others)
     return _findings(asked, found, lanes)
 
 

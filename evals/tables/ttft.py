@@ -1,7 +1,8 @@
 """Time to first token by prefix length: vanilla, cache rebuild, shared prefix.
 
 * A: vanilla mlx-lm prefills prefix and question.
-* B: `PionPromptCache` rebuilds the cache, fetched over a lane or held in the process.
+* B: `PionPromptCache` rebuilds the cache: fetched over TCP, borrowed as a file over the local lane,
+  or held in the process.
 * C: the attention patch: a cache that shares one copy of the prefix, held in the process, or one
   whose prefix stays in the server, which computes the attention to it.
 

@@ -19,6 +19,7 @@ from statistics import mean, median
 from typing import Any, Final
 
 from evals.findings import NOT_MEASURED, Bar, Findings, Plot, Quoted, Table
+from evals.lanes import over_tcp
 from evals.serving import run_name, server_port
 from evals.setting import Setting
 from evals.speaking import speak
@@ -78,6 +79,7 @@ def measure(setting: Setting, workload: Workload, port: int | None = None) -> Fi
     queries = [read_queries(one, workload.queries) for one in prompts]
     times, salt = _Times(), run_name()
     with (
+        over_tcp(),
         server_port(port) as found,
         PionPromptCache(
             model,
