@@ -42,6 +42,7 @@ from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport.address import find_server
 from pion_vllm_mlx.transport.endpoint import Endpoint
+from pion_vllm_mlx.transport.local import LocalLane
 from pion_vllm_mlx.transport.tls import Tls, client_context
 
 BUDGET_BYTES: Final = 4 << 30
@@ -108,7 +109,10 @@ class HybridRetrievalCache:
                     connect_timeout=timeout,
                     tls=client_context(server.tls),
                 )
-                self._shelf = ServerShelf(lane, tier, self._tally, prefill_step_size, timeout)
+                local = LocalLane.beside(lane, timeout)
+                self._shelf = ServerShelf(
+                    lane, local, tier, self._tally, prefill_step_size, timeout
+                )
             case _:
                 raise ValueError(f"backend {backend!r} is not 'inproc' or 'pion'")
         self._stub: tuple[int, ...] | None = None
@@ -245,7 +249,8 @@ class HybridRetrievalCache:
 
         ingested, packs_ingested, hits, misses, hit_rate (of chunks, packs and stubs asked for),
         composed, tokens_recomputed, evicted, tokens_restored, bytes_held (in this process),
-        bytes_fetched and bytes_stored (on the server), stores_failed, prefill_ms_total.
+        bytes_fetched and bytes_stored (on the server), hits_local (from a file on this machine),
+        not_lent (by word: why others came over the network), stores_failed, prefill_ms_total.
         """
         with self._lock:
             tally = self._tally.snapshot()
@@ -372,6 +377,8 @@ _FROM_TALLY: Final = (
     "hits",
     "misses",
     "hit_rate",
+    "hits_local",
+    "not_lent",
     "tokens_restored",
     "bytes_fetched",
     "bytes_stored",

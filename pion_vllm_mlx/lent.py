@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from pion_patches.cache_rebuild import CacheImage, Leaf, RowPiece
 from pion_patches.containers import unpack_arrays
-from pion_patches.pieces import HeadPiece, RebuildError, dtype_name
+from pion_patches.pieces import ITEMSIZE, HeadPiece, RebuildError, dtype_name
 from pion_vllm_mlx.manifest import LeafEntry, Manifest, Rows
 from pion_vllm_mlx.pieces import Landing, row_format
 from pion_vllm_mlx.transport.local import Loan, NotLent
@@ -39,8 +39,11 @@ _CODES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensors:
-    """How one side of a layer comes: `turned` as the cache keeps it, or as PACKED rows."""
+class Tensors:
+    """How one side of a layer comes: `turned` as the cache keeps it, or as PACKED rows.
+
+    `parts`: dtype and width, a head's, of each tensor.
+    """
 
     name: str
     rows: Rows
@@ -50,9 +53,15 @@ class _Tensors:
 
     @property
     def line(self) -> str:
-        words = " ".join(f"{_CODES[dtype]}:{width}" for dtype, width in self.parts)
+        words = " ".join(f"{code}:{width}" for code, width, _ in self.stored)
         side, _, layer = self.name.partition(".")
-        return f"{side} {layer} {self.rows.count} {self.rows.checksum} {self.heads} {words}"
+        # Rows without a checksum are those of a segment, whose blocks have one.
+        return f"{side} {layer} {self.rows.count} {self.rows.checksum or '-'} {self.heads} {words}"
+
+    @property
+    def stored(self) -> list[tuple[str, int, int]]:
+        """Of each tensor its dtype as the file names it, width, and bytes a head's row has."""
+        return [(_CODES[dtype], width, ITEMSIZE[dtype] * width) for dtype, width in self.parts]
 
     def piece(self, loaded: Mapping[str, mx.array]) -> RowPiece:
         parts = tuple(loaded[f"{self.name}.{index}"] for index in range(len(self.parts)))
@@ -69,12 +78,12 @@ class Layout:
     def __init__(self, manifest: Manifest) -> None:
         """Raises NotLent for rows that no file can hold."""
         self._manifest = manifest
-        self._sides: dict[str, _Tensors] = {}
+        self._sides: dict[str, Tensors] = {}
         lines = []
         for entry in manifest.leaves:
             for side, rows in (("k", entry.keys), ("v", entry.values)):
                 if rows is not None:
-                    tensors = _tensors(side, entry, rows)
+                    tensors = tensors_of(side, entry, rows)
                     self._sides[tensors.name] = tensors
                     lines.append(tensors.line)
         blobs = (entry.blob for entry in manifest.leaves if entry.blob is not None)
@@ -120,19 +129,20 @@ class Layout:
         return Leaf(entry.path, entry.kind, dict(entry.meta), keys, values, arrays)
 
 
-def _tensors(side: str, entry: LeafEntry, rows: Rows) -> _Tensors:
+def tensors_of(side: str, entry: LeafEntry, rows: Rows) -> Tensors:
+    """How rows of side "k" or "v" come; raises NotLent where no file can hold them."""
     name, layout = f"{side}.{rows.layer}", rows.layout
     if rows.store != layout.store_format:
         try:
             width = row_format(rows.store, layout).packed_row_bytes
         except ValueError as error:
             raise NotLent("unsound", str(error)) from error
-        return _Tensors(name, rows, False, 1, (("uint8", width),))
+        return Tensors(name, rows, False, 1, (("uint8", width),))
     heads = heads_of(entry, "keys" if side == "k" else "values", rows)
     if heads is None:
         raise NotLent("unsound", f"no heads of {name}")
     widths = (width // heads for width in layout.widths)
-    return _Tensors(name, rows, True, heads, tuple(zip(layout.dtypes, widths, strict=True)))
+    return Tensors(name, rows, True, heads, tuple(zip(layout.dtypes, widths, strict=True)))
 
 
 def heads_of(entry: LeafEntry, side: str, rows: Rows) -> int | None:

@@ -19,19 +19,18 @@ from pion_vllm_mlx.prefill import Progress, prefill
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.rates import Rates
 from pion_vllm_mlx.restore import (
-    Found,
     Miss,
     Restored,
-    borrow_prefix,
     fetch_prefix,
     find_prefix,
+    try_to_borrow,
 )
 from pion_vllm_mlx.stage2 import Stage2
 from pion_vllm_mlx.storing import Storing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
-from pion_vllm_mlx.transport import Command, GivenUp, Lane, Patience, TransportError
-from pion_vllm_mlx.transport.local import LocalLane, NotLent
+from pion_vllm_mlx.transport import GivenUp, Lane, Patience, TransportError
+from pion_vllm_mlx.transport.local import LocalLane
 
 #: Misses by which what is stored is not what its manifest says.
 _DAMAGE: Final = ("manifest", "rows", "checksum", "rebuild")
@@ -117,7 +116,8 @@ class NamedPrefixes:
         started = time.perf_counter()
         gen = 0
         try:
-            found, lent = self._borrow(name, ids, fingerprint)
+            wanted = name, ids, fingerprint, self._tier, self._quick()
+            found, lent = try_to_borrow(self._local, *wanted, self._tally)
             if found is None:
                 found = find_prefix(self._lane, name, ids, fingerprint, self._tier, self._quick())
             gen = found.gen
@@ -154,22 +154,6 @@ class NamedPrefixes:
         self._tally.add("bytes_fetched", restored.nbytes)
         self._hold(name, found.manifest.ids, fingerprint, restored.image)
         return cache, 0
-
-    def _borrow(
-        self, name: bytes, ids: tuple[int, ...] | int, fingerprint: str
-    ) -> tuple[Found | None, Restored | Command | None]:
-        """From a file that the server lends to this machine; see `borrow_prefix`."""
-        wanted = name, ids, fingerprint, self._tier, self._quick()
-        try:
-            found, outcome = borrow_prefix(self._local, *wanted)
-        except NotLent as reason:
-            self._tally.add_not_lent(reason.reason)
-            return None, None
-        if isinstance(outcome, Restored):
-            self._tally.add("hits_local")
-        else:
-            self._tally.add_not_lent("unmade")
-        return found, outcome
 
     def _from_model(
         self,

@@ -346,6 +346,7 @@ class PionPromptCache(AttendQueries):
                     self.model,
                     self._lane,
                     self._storing.lane,
+                    local=self._local,
                     tier=self._tier,
                     kv_bits=self._kv_bits,
                     timeout=self.timeout,

@@ -29,9 +29,10 @@ from pion_vllm_mlx.manifest import (
 )
 from pion_vllm_mlx.pieces import Landing, places_of
 from pion_vllm_mlx.rates import Rates
+from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Buffer, Command, Lane, Patience, Reply, ServerError
-from pion_vllm_mlx.transport.local import LocalLane
+from pion_vllm_mlx.transport.local import LocalLane, NotLent
 
 #: Bytes a second below which a transfer is given up, however long the prefill took.
 _SLOWEST: Final = 1 << 20
@@ -159,7 +160,7 @@ def fetch_prefix(
 def borrow_prefix(
     lane: LocalLane,
     namespace: bytes,
-    ids: Sequence[int] | int,
+    ids: Sequence[int] | int | None,
     fingerprint: str,
     tier: Tier,
     patience: Patience,
@@ -167,13 +168,15 @@ def borrow_prefix(
     """As `find_prefix` and `fetch_prefix`, from a file that the server lends to this machine.
 
     One round trip. Where there is no such file yet, the second value is the command that has it
-    made; making it and fetching the rows would slow each other down. Raises Miss for a prefix that
-    is not there or not the one asked for, and NotLent where the lane cannot be used at all.
+    made; making it and fetching the rows would slow each other down. `ids` None: of any tokens.
+    Raises Miss for a prefix that is not there or not the one asked for, and NotLent where the lane
+    cannot be used at all.
     """
     reply, loan = lane.borrow(namespace, patience)
     try:
         found = _found(reply)
-        check_wanted(found.manifest, ids, fingerprint, tier)
+        wanted = len(found.manifest.ids) if ids is None else ids
+        check_wanted(found.manifest, wanted, fingerprint, tier)
         layout = Layout(found.manifest)
         if loan is None or loan.gen != found.gen or loan.digest != layout.digest:
             return found, Command.of("KV.PREFIX.LEND", namespace, found.gen, layout.text)
@@ -188,6 +191,28 @@ def borrow_prefix(
         if loan is not None:
             loan.close()
     return found, Restored(image, loan.nbytes)
+
+
+def try_to_borrow(
+    lane: LocalLane,
+    namespace: bytes,
+    ids: Sequence[int] | int | None,
+    fingerprint: str,
+    tier: Tier,
+    patience: Patience,
+    tally: Tally,
+) -> tuple[Found | None, Restored | Command | None]:
+    """As `borrow_prefix`, but (None, None) where the lane cannot be used, and all of it counted."""
+    try:
+        found, outcome = borrow_prefix(lane, namespace, ids, fingerprint, tier, patience)
+    except NotLent as reason:
+        tally.add_not_lent(reason.reason)
+        return None, None
+    if isinstance(outcome, Restored):
+        tally.add("hits_local")
+    else:
+        tally.add_not_lent("unmade")
+    return found, outcome
 
 
 @dataclass(frozen=True, slots=True)

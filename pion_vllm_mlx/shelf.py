@@ -7,11 +7,20 @@ from typing import Protocol, TypeAlias
 
 from pion_patches.cache_rebuild import CacheImage
 from pion_vllm_mlx.held import HeldPrefixes
-from pion_vllm_mlx.restore import Found, Miss, check_wanted, fetch_prefix, find_any_prefix
+from pion_vllm_mlx.restore import (
+    Found,
+    Miss,
+    Restored,
+    check_wanted,
+    fetch_prefix,
+    find_any_prefix,
+    try_to_borrow,
+)
 from pion_vllm_mlx.storing import Storing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Command, Lane, Patience, TransportError
+from pion_vllm_mlx.transport.local import LocalLane
 
 #: The tokens a chunk has to consist of, or None for whatever it consists of.
 Ids: TypeAlias = tuple[int, ...] | None
@@ -83,9 +92,15 @@ class ServerShelf:
     """Prefixes on a pion-server: shared by processes and hosts, there after a restart."""
 
     def __init__(
-        self, lane: Lane, tier: Tier, tally: Tally, prefill_step: int, timeout: float
+        self,
+        lane: Lane,
+        local: LocalLane,
+        tier: Tier,
+        tally: Tally,
+        prefill_step: int,
+        timeout: float,
     ) -> None:
-        self._lane = lane
+        self._lane, self._local = lane, local
         self._tier = tier
         self._tally = tally
         # Synchronous: who ingests a chunk wants it to be there for everyone afterwards.
@@ -101,8 +116,16 @@ class ServerShelf:
 
     def take(self, name: bytes, fingerprint: str, ids: Ids) -> Volume | None:
         try:
-            found = self._find(name, fingerprint, ids)
-            restored = fetch_prefix(self._lane, name, found, self._quick.first_byte)
+            wanted = name, ids, fingerprint, self._tier, self._quick
+            found, lent = try_to_borrow(self._local, *wanted, self._tally)
+            if found is None:
+                found = self._find(name, fingerprint, ids)
+            if isinstance(lent, Restored):
+                restored = lent
+            else:
+                restored = fetch_prefix(self._lane, name, found, self._quick.first_byte)
+                if lent is not None:
+                    self._local.tell(lent)
         except (Miss, TransportError):
             return None  # the lane tells about its outages
         self._tally.add("bytes_fetched", restored.nbytes)
@@ -120,6 +143,7 @@ class ServerShelf:
 
     def close(self) -> None:
         self._storing.close()
+        self._local.close()
 
     @property
     def nbytes(self) -> int:

@@ -14,13 +14,15 @@ from pion_server.payload import Handover
 from pion_server.state import ServerState
 from pion_server.store.lending import BlobWanted, LendRequest, RowsWanted
 from pion_server.store.schema import MAX_DIM, MAX_LAYERS, MAX_ROWS
-from pion_server.store.tensor_file import ITEM_BYTES, Part
+from pion_server.store.tensor_file import ITEM_BYTES, BlockSums, Part
 
 MAX_LAYOUT = 1 << 20
 _MOST_PARTS = 8
 # Seconds. Who asks has the rows by now, and is about to compute the first token from them.
 _DELAY = 0.5
 _CHECKSUM = re.compile(r"[0-9a-f]{16}\Z")
+# In the place of a layer's checksum: blocks of all layers have one.
+_IN_BLOCKS = "-"
 
 
 @command("PION.SOCKET", access=Access.TENANT, min_args=0, max_args=1, names="first")
@@ -81,6 +83,7 @@ def _request(args: Args) -> LendRequest:
         raise BadArgument(f"KV.PREFIX.LEND: a layout has at most {MAX_LAYOUT} bytes")
     rows: list[RowsWanted] = []
     blobs: list[BlobWanted] = []
+    blocks: BlockSums | None = None
     seen = set()
     for line in bytes(args[2]).decode("latin-1").split("\n"):
         words = line.split(" ")
@@ -89,15 +92,19 @@ def _request(args: Args) -> LendRequest:
         elif words[0] == "s" and len(words) == 4:
             layer = _number(words[1], "layer", 0, 2**32 - 2)
             blobs.append(BlobWanted(layer, _number(words[2], "bytes", 0, 1 << 30), _sum(words[3])))
+        elif words[0] == "b" and len(words) == 3 and blocks is None:
+            blocks = _blocks(words[1], words[2])
+            continue
         else:
-            raise BadArgument("KV.PREFIX.LEND: a layout's line begins with k, v or s")
+            raise BadArgument("KV.PREFIX.LEND: a layout's line begins with k, v, s or, once, b")
         seen.add((words[0], words[1]))
     if len(seen) != len(rows) + len(blobs):
         raise BadArgument("KV.PREFIX.LEND: a layout names every layer once")
+    _check_sums(rows, blocks)
     from hashlib import blake2b  # and its OpenSSL: only lending needs them
 
     digest = blake2b(args[2], digest_size=16).digest()
-    return LendRequest(arguments.name(args[0]), gen, digest, tuple(rows), tuple(blobs))
+    return LendRequest(arguments.name(args[0]), gen, digest, tuple(rows), tuple(blobs), blocks)
 
 
 def _rows(words: list[str]) -> RowsWanted:
@@ -114,9 +121,25 @@ def _rows(words: list[str]) -> RowsWanted:
         side,
         _number(layer, "layer", 0, MAX_LAYERS - 1),
         _number(count, "rows", 1, MAX_ROWS),
-        _sum(checksum),
+        None if checksum == _IN_BLOCKS else _sum(checksum),
         tuple(found),
     )
+
+
+def _blocks(rows: str, sums: str) -> BlockSums:
+    """`b rows xxh3xxh3…`: 16 digits a block."""
+    each = tuple(_sum(sums[at : at + 16]) for at in range(0, len(sums), 16))
+    return BlockSums(_number(rows, "rows of a block", 1, MAX_ROWS), each)
+
+
+def _check_sums(rows: list[RowsWanted], blocks: BlockSums | None) -> None:
+    """Every row is covered by one checksum."""
+    if any((wanted.checksum is None) != (blocks is not None) for wanted in rows):
+        raise BadArgument("KV.PREFIX.LEND: either each layer has a checksum or blocks have")
+    if blocks is not None and any(
+        -(-wanted.count // blocks.rows) != len(blocks.sums) for wanted in rows
+    ):
+        raise BadArgument("KV.PREFIX.LEND: another number of checksums than of blocks")
 
 
 def _number(text: str, what: str, low: int, high: int) -> int:

@@ -19,7 +19,14 @@ from pion_server.store.files import StoreFile
 from pion_server.store.final_file import make_final_file
 from pion_server.store.sessions import namespace_of, sides
 from pion_server.store.ssm import SsmStore
-from pion_server.store.tensor_file import Part, Side, StateBlob, TensorFile, split_packed
+from pion_server.store.tensor_file import (
+    BlockSums,
+    Part,
+    Side,
+    StateBlob,
+    TensorFile,
+    split_packed,
+)
 from pion_server.store.vstore import VStore
 
 # Bytes of all files where no --export-budget is given.
@@ -32,12 +39,15 @@ _FAILURE_KEPT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RowsWanted:
-    """All rows of a layer, `count` of them: side "k" or "v", and what a PACKED row is made of."""
+    """All rows of a layer, `count` of them: side "k" or "v", and what a PACKED row is made of.
+
+    `checksum`: None where blocks of all layers have one.
+    """
 
     side: str
     layer: int
     count: int
-    checksum: str
+    checksum: str | None
     parts: tuple[Part, ...]
 
 
@@ -62,6 +72,7 @@ class LendRequest:
     digest: bytes
     rows: tuple[RowsWanted, ...]
     blobs: tuple[BlobWanted, ...]
+    blocks: BlockSums | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +214,7 @@ class Lending:
             blobs.append(StateBlob(f"s.{state.layer}", record, state.checksum))
         # A write takes the manifest away before it changes a row: still there, nothing was mixed.
         self._check_current(request)
-        return TensorFile(chosen, blobs)
+        return TensorFile(chosen, blobs, request.blocks)
 
     def _make_room(self, nbytes: int) -> None:
         """Let go of outdated files, and of those longest unused until `nbytes` more fit."""

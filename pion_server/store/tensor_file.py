@@ -17,6 +17,7 @@ import xxhash
 
 from pion_server.errors import DamagedEntry
 from pion_server.formats import Format, InputType, Run
+from pion_server.payload import Buffer
 from pion_server.store.files import StoreFile
 from pion_server.store.log import Record
 from pion_server.store.rows import StoredRows
@@ -140,12 +141,55 @@ class StateBlob:
     checksum: str
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSums:
+    """One checksum for each block of `rows` rows of all sides together, the last one maybe shorter.
+
+    xxh3-64 (hex) of the block's PACKED bytes, one side after another in the order of the file.
+    """
+
+    rows: int
+    sums: tuple[str, ...]
+
+
+class _BlockHashes:
+    """What the blocks of the rows written so far come to."""
+
+    def __init__(self, blocks: BlockSums) -> None:
+        self._rows = blocks.rows
+        self._expected = blocks.sums
+        self._hashers = [xxhash.xxh3_64() for _ in blocks.sums]
+
+    def update(self, first: int, rows: int, packed: Buffer) -> None:
+        """Take `rows` rows of one side, of which `first` is the first."""
+        data = memoryview(packed).cast("B")
+        width = len(data) // rows
+        at = first
+        while at < first + rows:
+            end = min(at - at % self._rows + self._rows, first + rows)
+            part = data[(at - first) * width : (end - first) * width]
+            self._hashers[at // self._rows].update(part)
+            at = end
+
+    def compare(self) -> None:
+        """Raises DamagedEntry unless all blocks are what they were when they were stored."""
+        for block, (hasher, expected) in enumerate(zip(self._hashers, self._expected, strict=True)):
+            _compare(hasher.hexdigest(), expected, f"block {block}")
+
+
 class TensorFile:
     """A file still to be written: its header, and where each tensor goes."""
 
-    def __init__(self, sides: Sequence[Side], blobs: Sequence[StateBlob] = ()) -> None:
+    def __init__(
+        self,
+        sides: Sequence[Side],
+        blobs: Sequence[StateBlob] = (),
+        blocks: BlockSums | None = None,
+    ) -> None:
+        """`blocks`: checksums in the place of those of the sides."""
         self.sides = sides
         self.blobs = blobs
+        self._blocks = blocks
         self._places: list[list[int]] = []
         entries: dict[str, object] = {}
         at = 0
@@ -183,16 +227,21 @@ class TensorFile:
     def write(self, file: StoreFile) -> None:
         """Write everything; raises OSError, and DamagedEntry for bytes that fail their checksum."""
         file.write([self.header], 0)
+        hashes = None if self._blocks is None else _BlockHashes(self._blocks)
         for side, places in zip(self.sides, self._places, strict=False):
-            if side.checksum is None:
+            if side.checksum is None and hashes is None:
                 side.rows.verify()
-            self._write_side(file, side, places)
+            self._write_side(file, side, places, hashes)
+        if hashes is not None:
+            hashes.compare()
         for blob, (place,) in zip(self.blobs, self._places[len(self.sides) :], strict=True):
             data = blob.record.read()
             _compare(xxhash.xxh3_64_hexdigest(data), blob.checksum, blob.name)
             file.write([data], len(self.header) + place)
 
-    def _write_side(self, file: StoreFile, side: Side, places: list[int]) -> None:
+    def _write_side(
+        self, file: StoreFile, side: Side, places: list[int], hashes: _BlockHashes | None
+    ) -> None:
         import numpy as np
 
         parts, done = side.layout.parts, 0
@@ -202,6 +251,8 @@ class TensorFile:
             assert isinstance(run, Run), "rows with gaps are refused before"
             if side.checksum is not None:
                 digest.update(side.rows.format.pack(run))
+            if hashes is not None:
+                hashes.update(done, run.rows, side.rows.format.pack(run))
             for part, place, piece in zip(parts, places, side.layout.split(run), strict=True):
                 by_head = np.ascontiguousarray(piece.transpose(1, 0, 2))
                 for head in range(part.heads):

@@ -6,8 +6,9 @@ when the match was found, so a record that was written anew in between is a miss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import mlx.core as mx
 import xxhash
@@ -30,29 +31,40 @@ from pion_vllm_mlx.pieces import Landing
 from pion_vllm_mlx.restore import Miss
 from pion_vllm_mlx.transport import Command, Lane, Patience, Reply, ServerError
 
+PieceOf: TypeAlias = Callable[[str, int, Rows], RowPiece]
+
 
 def fetch_match(lane: Lane, match: Match, patience: Patience) -> CacheImage:
     """The cache image of `match.tokens` tokens; raises Miss or TransportError."""
-    rows, state = _Rows(match), _State(match)
-    receipt = _receipt(match)
+    rows, state = _Rows(match), State(match)
+    receipt = receipt_of(match)
     reads = [*rows.commands, *state.commands()]
     replies = lane.exchange([*receipt, *reads], patience)[len(receipt) :]
     rows.take(replies[: len(rows.commands)])
     state.take(replies[len(rows.commands) :])
+    return image_of(match, rows.tokens, rows.piece, state)
+
+
+def image_of(match: Match, tokens: int, piece: PieceOf, state: State) -> CacheImage:
+    """The image of a match of whose pieces `tokens` rows have come; raises Miss.
+
+    `piece(side, leaf, rows)`: side "keys" or "values" of a leaf, whose entry is of `rows`.
+    """
     try:
         leaves = []
         for at, leaf in enumerate(match.links[-1].segment.leaves):
-            keys, values = rows.sides(at)
+            keys = None if leaf.keys is None else piece("keys", at, leaf.keys)
+            values = None if leaf.values is None else piece("values", at, leaf.values)
             meta = dict(leaf.meta)
             if leaf.blob is None and not meta.get("unused"):
-                meta |= {"offset": rows.tokens, "rows": rows.tokens}
+                meta |= {"offset": tokens, "rows": tokens}
             leaves.append(Leaf(leaf.path, leaf.kind, meta, keys, values, state.arrays(leaf)))
-        return cut(CacheImage(rows.tokens, tuple(leaves)), match.tokens)
+        return cut(CacheImage(tokens, tuple(leaves)), match.tokens)
     except (RebuildError, UnsupportedCache, ValueError) as error:
         raise Miss("rebuild", str(error)) from error
 
 
-def _receipt(match: Match) -> list[Command]:
+def receipt_of(match: Match) -> list[Command]:
     """One LOOKUP a restore, which credits the leaf with all tokens; a segment of ids has no rows
     to look up, and would count as a miss."""
     leaf = match.links[-1]
@@ -142,31 +154,27 @@ class _Rows:
             if views and block_sums(views, link.read) != expected:
                 raise Miss("checksum", link.name.decode("ascii", "replace"))
 
-    def sides(self, at: int) -> tuple[RowPiece | None, RowPiece | None]:
-        """Keys and values of a leaf, with the rows of all links."""
-        keys, values = (self._leaf.get((side, at)) for side in ("keys", "values"))
-        return (
-            None if keys is None else self._landings[keys].piece(),
-            None if values is None else self._landings[values].piece(),
-        )
+    def piece(self, side: str, at: int, rows: Rows) -> RowPiece:
+        """Keys or values of a leaf, with the rows of all links."""
+        return self._landings[self._leaf[side, at]].piece()
 
 
-class _State:
+class State:
     """The blobs of a match's last segment, if it has any."""
 
     def __init__(self, match: Match) -> None:
         last = match.links[-1]
         self._tokens = match.tokens
         self._name = last.name
-        self._blobs = [leaf.blob for leaf in last.segment.leaves if leaf.blob is not None]
+        self.blobs = [leaf.blob for leaf in last.segment.leaves if leaf.blob is not None]
         self._arrived: dict[int, bytes | bytearray | memoryview] = {}
 
     def commands(self) -> list[Command]:
-        return [Command.of("SSM.PREFIX.FETCH", self._name, blob.layer) for blob in self._blobs]
+        return [Command.of("SSM.PREFIX.FETCH", self._name, blob.layer) for blob in self.blobs]
 
     def take(self, replies: Sequence[Reply]) -> None:
         """Check every blob; raises Miss."""
-        for blob, reply in zip(self._blobs, replies, strict=True):
+        for blob, reply in zip(self.blobs, replies, strict=True):
             if not isinstance(reply, bytes | bytearray | memoryview) or len(reply) != blob.nbytes:
                 raise Miss("rows", f"state of leaf {blob.layer} is missing or of another size")
             if xxhash.xxh3_64_hexdigest(reply) != blob.checksum:

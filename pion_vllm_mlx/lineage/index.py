@@ -11,12 +11,19 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from pion_patches.cache_rebuild import RebuildError, UnsupportedCache, known_caches, rebuild
+from pion_patches.cache_rebuild import (
+    CacheImage,
+    RebuildError,
+    UnsupportedCache,
+    known_caches,
+    rebuild,
+)
 from pion_patches.hybrid import classify
 from pion_patches.pieces import dtype_name
 from pion_vllm_mlx.fill import StoreFailed
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage.blocks import BLOCK, Scope, floor_block
+from pion_vllm_mlx.lineage.borrowing import borrow_match
 from pion_vllm_mlx.lineage.capture import Capture, Foreign, capture_cache
 from pion_vllm_mlx.lineage.drafts import draft_rows, draft_state
 from pion_vllm_mlx.lineage.eviction import Keeper, Oversize
@@ -33,6 +40,7 @@ from pion_vllm_mlx.shipment import Unstorable
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Command, GivenUp, Lane, Patience, TransportError
+from pion_vllm_mlx.transport.local import LocalLane, NotLent
 
 PREFILL_STEP: Final = 512
 #: Tokens between two checkpoints of a long prefill of a stateful model.
@@ -69,6 +77,7 @@ class Lineage:
         lane: Lane,
         store_lane: Lane | None = None,
         *,
+        local: LocalLane | None = None,
         tier: Tier | None = None,
         kv_bits: KvBits | None = None,
         adapter: str = "",
@@ -87,6 +96,7 @@ class Lineage:
         Args:
             model: an mlx-lm model; `UnsupportedCache` if its caches cannot be stored exactly.
             lane, store_lane: ways to the server; a store holds its lane for as long as it takes.
+            local: the way for a server on this machine, where it can be gone.
             tier, kv_bits: how rows are stored and quantised; bits only from the first token on.
             adapter, tenant: prefixes under another value are other prefixes.
             ns_prefix: what every name begins with, for a server with `--ns-prefix`.
@@ -99,6 +109,7 @@ class Lineage:
         self._model = model
         self._model_path = model_path
         self._lane, self._store_lane = lane, store_lane or lane.twin()
+        self._local = local
         self._tier, self._kv_bits = tier or Tier(), kv_bits or KvBits()
         if self._kv_bits.bits is not None and self._kv_bits.start:
             raise UnsupportedCache("kv_bits that begin in mid-prefix", known_caches())
@@ -154,8 +165,11 @@ class Lineage:
         started = time.perf_counter()
         try:
             sizes = (match.nbytes, match.tokens)
-            patience = patience_for(*sizes, self._timeout, _seconds(match), self.rates)
-            image = fetch_match(self._lane, match, patience)
+            image, unmade = self._borrow(match)
+            is_lent = image is not None
+            if image is None:
+                patience = patience_for(*sizes, self._timeout, _seconds(match), self.rates)
+                image = fetch_match(self._lane, match, patience)
             cache = rebuild(self._kv_bits.template(self._model, match.tokens), image)
         except Miss as miss:
             self._tally.add_miss(miss.reason)
@@ -176,12 +190,32 @@ class Lineage:
             self._tally.wonder("a stored prefix could not be rebuilt", error)
             return None
         self._known.add(match.asked, (pair for link in match.links for pair in link.ends()))
-        self.rates.add_restore(match.nbytes, time.perf_counter() - started)
+        if is_lent:
+            self._tally.add("hits_local")
+        else:
+            self.rates.add_restore(match.nbytes, time.perf_counter() - started)
+        if self._local is not None:
+            for command in unmade:
+                self._local.tell(command)
         self._tally.add_seconds("fetch_ms_total", time.perf_counter() - started)
         self._tally.add("hits")
         self._tally.add("tokens_restored", match.tokens)
         self._tally.add("bytes_fetched", match.nbytes)
         return cache
+
+    def _borrow(self, match: Match) -> tuple[CacheImage | None, tuple[Command, ...]]:
+        """From files that the server lends to this machine; else what has it make them."""
+        if self._local is None:
+            return None, ()
+        try:
+            found = borrow_match(self._local, match, self._quick())
+        except NotLent as reason:
+            self._tally.add_not_lent(reason.reason)
+            return None, ()
+        if isinstance(found, CacheImage):
+            return found, ()
+        self._tally.add_not_lent("unmade")
+        return None, found.commands
 
     def fetch(self, ids: Iterable[int]) -> tuple[list[Any] | None, int]:
         """`find` and `restore`: the caches and how many tokens they hold, or (None, 0)."""
@@ -347,6 +381,8 @@ class Lineage:
         """Let go of the connections. The object stays usable."""
         self._lane.close()
         self._store_lane.close()
+        if self._local is not None:
+            self._local.close()
 
     def asked(self, ids: Iterable[int]) -> Asked:
         """The names `ids` may be stored under, for the model as it is now; ValueError as `find`."""

@@ -22,6 +22,7 @@ from pion_vllm_mlx.lineage.blocks import (
 )
 from pion_vllm_mlx.lineage.records import Segment
 from pion_vllm_mlx.pieces import row_format
+from pion_vllm_mlx.transport import Command
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class Link:
     def end(self) -> int:
         """The first token after what is used."""
         return self.segment.start + self.used
+
+    def lend(self, layout: bytes) -> Command:
+        """The command that has a file of the segment made."""
+        return Command.of("KV.PREFIX.LEND", self.name, self.segment.gen, layout)
 
     @property
     def read(self) -> int:

@@ -14,7 +14,7 @@ trail: a running checksum of everything the model had computed up to there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import xxhash
@@ -58,6 +58,7 @@ class Segment:
     xxh3-64 of its PACKED bytes in all pieces, keys of layer 0, 1, … and then values. All of them
     16 hex digits each. `leaves`: every cache of the model, with rows or a blob; none in a trace.
     `prefill_ms`, `prefill_step`: how long these tokens took to compute, in chunks of how many.
+    `gen`: the fill it was read from, which no manifest tells; 0 for one that was not read.
     """
 
     digest: str
@@ -71,6 +72,7 @@ class Segment:
     trail: tuple[str, ...] = ()
     prefill_ms: int = 0
     prefill_step: int = 1
+    gen: int = field(default=0, compare=False)
 
     @property
     def end(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
 from pion_vllm_mlx.lineage.blocks import BLOCK
@@ -50,9 +51,9 @@ def get_manifest(name: bytes) -> Command:
 def segment_in(reply: Reply) -> Segment | None:
     """The segment of a META GET's reply; None for anything else."""
     match reply:
-        case [int(), bytes() | bytearray() | memoryview() as blob]:
+        case [int() as gen, bytes() | bytearray() | memoryview() as blob]:
             try:
-                return read_segment(blob)
+                return replace(read_segment(blob), gen=gen)
             except ManifestError:
                 return None
     return None

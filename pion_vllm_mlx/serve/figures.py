@@ -20,7 +20,7 @@ MEMORY: Final = (
     *("inserted", "rejected", "incoherent", "evicted", "errors"),
 )
 TIER: Final = (
-    *("hits", "misses", "tokens_restored", "bytes_fetched", "given_up"),
+    *("hits", "hits_local", "misses", "tokens_restored", "bytes_fetched", "given_up"),
     *("stores", "stores_skipped", "stores_failed", "stores_dropped", "oversize"),
     *("bytes_stored", "evictions", "bytes_evicted"),
 )

@@ -18,6 +18,7 @@ from pion_vllm_mlx.lineage import Capture, Lineage, Match
 from pion_vllm_mlx.rates import Rates
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport.endpoint import Endpoint
+from pion_vllm_mlx.transport.local import LocalLane
 
 log = logging.getLogger("pion_vllm_mlx")
 
@@ -81,10 +82,12 @@ class PionTier:
         try:
             if provider.draft_model is not None:
                 raise UnsupportedCache("a draft model's caches", ())
+            lane = self._endpoint.twin()
             index = Lineage(
                 provider.model,
+                lane,
                 self._endpoint.twin(),
-                self._endpoint.twin(),
+                local=LocalLane.beside(lane),
                 tier=self._format,
                 kv_bits=KvBits(
                     flags.kv_bits,

@@ -123,6 +123,11 @@ class Endpoint:
         """Leave the server alone for a while: it was found to be silent on another way to it."""
         self._outage.begin(self, reason)
 
+    @property
+    def credentials(self) -> tuple[str | None, str | None]:
+        """User name and password."""
+        return self._username, self._password
+
     def twin(self) -> Endpoint:
         """Another connection to the same server; an outage of one is an outage of both."""
         return Endpoint(

@@ -20,7 +20,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -108,6 +108,12 @@ class LocalLane:
         self._why_never = "" if here else "remote"
         self._resume_at = 0.0
 
+    @classmethod
+    def beside(cls, endpoint: Endpoint, connect_timeout: float = 0.25) -> LocalLane:
+        """The local lane to the server of an endpoint, under the same credentials."""
+        username, password = endpoint.credentials
+        return cls(endpoint, username=username, password=password, connect_timeout=connect_timeout)
+
     def borrow(self, namespace: bytes, patience: Patience) -> tuple[Reply, Loan | None]:
         """What META GET answers, and the file of that prefix if there is one.
 
@@ -116,7 +122,8 @@ class LocalLane:
         """
         with self._guarded():
             for _ in range(_ROUNDS):
-                manifest, lent, files = self._ask(namespace, patience)
+                asked = [_get(namespace), _lend(namespace)]
+                (manifest, lent), files = self._ask(namespace, asked, patience)
                 try:
                     if not self._lane.homes.learn(_get(namespace), manifest):
                         return manifest, _checked(lent, files)
@@ -126,13 +133,33 @@ class LocalLane:
                 _close_all(files)
             raise NotLent("elsewhere", str(manifest))
 
-    def _ask(self, namespace: bytes, patience: Patience) -> tuple[Reply, Reply, list[int]]:
-        """What META GET and LEND answer where the prefix lives as far as is known, and files."""
+    def borrow_each(self, namespaces: Sequence[bytes], patience: Patience) -> list[Loan | None]:
+        """The file of each prefix that has one, in one round trip to each worker.
+
+        Raises as `borrow`.
+        """
+        asked = [_lend(namespace) for namespace in namespaces]
+        loans: list[Loan | None] = [None] * len(asked)
+        with self._guarded():
+            try:
+                for chosen in self._lane.homes.grouped(asked, range(len(asked))).values():
+                    commands = [asked[index] for index in chosen]
+                    replies, files = self._ask(namespaces[chosen[0]], commands, patience)
+                    for index, loan in zip(chosen, _sorted(replies, files), strict=True):
+                        loans[index] = loan
+            except BaseException:
+                _close_all([loan.fd for loan in loans if loan is not None])
+                raise
+        return loans
+
+    def _ask(
+        self, namespace: bytes, commands: Sequence[Command], patience: Patience
+    ) -> tuple[list[Reply], list[int]]:
+        """The answers of the worker that has the prefix, as far as is known, and files."""
         connection, fresh = self._connected(namespace, patience)
         greeting = [_WHERE] if fresh else []
-        commands = [*greeting, _get(namespace), Command.of("KV.PREFIX.LEND", namespace)]
         try:
-            *greeted, manifest, lent = connection.exchange(commands, patience)
+            replies = connection.exchange([*greeting, *commands], patience)
         except TimedOut as error:
             if greeting:
                 raise
@@ -140,13 +167,13 @@ class LocalLane:
             self._lane.pause(str(error))
             raise _Silent(str(error)) from error
         files = connection.take_files()
-        if greeted:
+        if greeting:
             try:
-                self._recognise(greeted[0], connection.run_id)
+                self._recognise(replies.pop(0), connection.run_id)
             except BaseException:
                 _close_all(files)
                 raise
-        return manifest, lent, files
+        return replies, files
 
     def tell(self, command: Command) -> None:
         """Send a command whose answer nobody waits for, if it can be sent."""
@@ -254,6 +281,10 @@ def _get(namespace: bytes) -> Command:
     return Command.of("KV.PREFIX.META", namespace, "GET")
 
 
+def _lend(namespace: bytes) -> Command:
+    return Command.of("KV.PREFIX.LEND", namespace)
+
+
 class LocalConnection(RespConnection):
     """RESP over a Unix socket, `host` being its path. Collects the descriptors that come along."""
 
@@ -346,6 +377,25 @@ def _refuse_strangers(path: str) -> None:
     found = os.stat(path)
     if not stat.S_ISSOCK(found.st_mode) or found.st_uid not in (0, os.geteuid()):
         raise NotLent("stranger", f"{path} is no socket of this user")
+
+
+def _sorted(replies: Sequence[Reply], files: list[int]) -> list[Loan | None]:
+    """What each reply announces; its descriptors come in the order of the replies, one each.
+
+    Closes all of them where anything is wrong.
+    """
+    at, loans = 0, []
+    try:
+        for reply in replies:
+            count = int(isinstance(reply, list))
+            loans.append(_checked(reply, files[at : at + count]))
+            at += count
+        if at < len(files):
+            raise NotLent("unsound", f"{len(files)} descriptors for {at} files")
+    except BaseException:
+        _close_all(files)
+        raise
+    return loans
 
 
 def _checked(reply: Reply, files: list[int]) -> Loan | None:

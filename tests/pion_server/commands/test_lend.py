@@ -137,6 +137,62 @@ def test_nobody_can_write_to_a_lent_file_and_it_has_no_name(unix: UnixClient, ns
         assert refusal.value.errno in (errno.EINVAL, errno.EBADF)
 
 
+def block_sums(rows: int) -> str:
+    """The checksums of blocks of so many rows over both sides, as `fill` stores them."""
+    sides = [rows_of(1), rows_of(2)]
+    return "".join(
+        checksum(b"".join(side[at : at + rows].tobytes() for side in sides))
+        for at in range(0, ROWS, rows)
+    )
+
+
+def in_blocks(layout: str, rows: int, sums: str) -> str:
+    """The layout with checksums of blocks in the place of those of layers."""
+    for at in (1, 2):
+        layout = layout.replace(checksum(rows_of(at).tobytes()), "-")
+    return f"b {rows} {sums}\n{layout}"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 64])
+def test_rows_are_also_checked_in_blocks_over_all_layers(
+    unix: UnixClient, ns: bytes, rows: int
+) -> None:
+    gen, layout = fill(unix, ns)
+    wanted = in_blocks(layout, rows, block_sums(rows))
+    assert unix.call("KV.PREFIX.LEND", ns, gen, wanted) == "OK"
+    held = tensors(borrow(unix, ns)[1])
+    turned = rows_of(2).reshape(ROWS, HEADS, WIDTH).swapaxes(0, 1)[None]
+    assert np.array_equal(held["v.0.0"], turned)
+
+
+def test_one_wrong_block_is_an_error_for_who_asks_next(unix: UnixClient, ns: bytes) -> None:
+    gen, layout = fill(unix, ns)
+    sums = block_sums(2)
+    wrong = sums[:-1] + ("0" if sums[-1] != "0" else "1")
+    assert unix.call("KV.PREFIX.LEND", ns, gen, in_blocks(layout, 2, wrong)) == "OK"
+    ends = time.monotonic() + 20
+    reply: Any = None
+    while reply is None and time.monotonic() < ends:
+        unix.send(unix.pack("KV.PREFIX.LEND", ns))
+        reply = unix.read()
+    assert "damaged: block 2" in str(reply)
+    assert unix.files == []
+
+
+def test_every_row_is_covered_by_exactly_one_checksum(unix: UnixClient, ns: bytes) -> None:
+    gen, layout = fill(unix, ns)
+    good = in_blocks(layout, 2, block_sums(2))
+    for bad, word in (
+        (layout.replace(checksum(rows_of(1).tobytes()), "-"), "either"),
+        (f"b 2 {block_sums(2)}\n{layout}", "either"),
+        (good.replace(block_sums(2), block_sums(3)), "number of checksums"),
+        (good.replace(block_sums(2), block_sums(2)[:-3]), "16 hex digits"),
+        (good.replace("b 2 ", "b 0 "), "rows of a block"),
+        (f"{good}\nb 2 {block_sums(2)}", "once, b"),
+    ):
+        assert word in unix.error("KV.PREFIX.LEND", ns, gen, bad), bad
+
+
 def test_a_file_stays_readable_past_store_drop_and_save(unix: UnixClient, ns: bytes) -> None:
     gen, layout = fill(unix, ns)
     unix.call("KV.PREFIX.LEND", ns, gen, layout)

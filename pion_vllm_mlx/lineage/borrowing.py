@@ -1,0 +1,226 @@
+"""Restoring a match on the server's own machine: each segment comes as a file that is lent.
+
+The rows are read from the files straight to where they belong, head by head, in one array a piece
+for the whole match. The server has compared every block and every state with the checksums of the
+manifest that the match was found by, which are part of what the file is asked for by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import mlx.core as mx
+
+from pion_patches.cache_rebuild import CacheImage, RowPiece
+from pion_patches.pieces import HeadPiece, dtype_named
+from pion_vllm_mlx.lent import Tensors, tensors_of
+from pion_vllm_mlx.lineage.blocks import BLOCK
+from pion_vllm_mlx.lineage.fetching import State, image_of, receipt_of
+from pion_vllm_mlx.lineage.match import Link, Match
+from pion_vllm_mlx.lineage.records import Segment
+from pion_vllm_mlx.manifest_fields import Rows
+from pion_vllm_mlx.pieces import Landing
+from pion_vllm_mlx.transport import Command, Patience
+from pion_vllm_mlx.transport.local import Loan, LocalLane, NotLent
+
+#: Files a match may take; one of more segments comes over the network.
+MOST_FILES: Final = 128
+#: Bytes they may take together; the files of a server take 1 GiB unless it was told otherwise.
+MOST_BYTES: Final = 15 << 26
+_VIEWS_A_CALL: Final = 512
+_LONGEST_HEADER: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Unmade:
+    """Nothing came; these commands have the server make the files for the next time."""
+
+    commands: tuple[Command, ...]
+
+
+def borrow_match(local: LocalLane, match: Match, patience: Patience) -> CacheImage | Unmade:
+    """The cache image of `match.tokens` tokens from lent files, in one round trip.
+
+    Raises NotLent where they cannot be had or are not sound, Miss, TransportError.
+    """
+    links = [link for link in match.links if link is match.links[-1] or any(link.segment.pieces())]
+    if len(links) > MOST_FILES or match.nbytes > MOST_BYTES:
+        raise NotLent("large", f"{match.nbytes} bytes in {len(links)} segments")
+    layouts = [SegmentLayout(link.segment) for link in links]
+    with ExitStack() as stack:
+        loans = local.borrow_each([link.name for link in links], patience)
+        for loan in loans:
+            if loan is not None:
+                stack.callback(loan.close)
+        files = [
+            loan if loan is not None and loan.digest == layout.digest else None
+            for loan, layout in zip(loans, layouts, strict=True)
+        ]
+        if not all(files):
+            wanted = zip(links, layouts, files, strict=True)
+            return Unmade(
+                tuple(link.lend(layout.text) for link, layout, file in wanted if file is None)
+            )
+        image = _read(match, links, layouts, cast(list[Loan], files))
+    for command in receipt_of(match):
+        local.tell(command)
+    return image
+
+
+def _read(
+    match: Match, links: Sequence[Link], layouts: Sequence[SegmentLayout], files: Sequence[Loan]
+) -> CacheImage:
+    state = State(match)
+    try:
+        places = [layout.places(file) for layout, file in zip(layouts, files, strict=True)]
+        rows = _Rows(layouts[-1], sum(link.read for link in match.links))
+        before = 0
+        for link, layout, file, at in zip(links, layouts, files, places, strict=True):
+            rows.read(file, layout, at, link.read, before)
+            before += link.read
+        blobs = [bytearray(blob.nbytes) for blob in state.blobs]
+        for blob, data in zip(state.blobs, blobs, strict=True):
+            _fill([memoryview(data)], files[-1], places[-1][f"s.{blob.layer}"])
+        state.take(blobs)
+        return image_of(match, rows.tokens, rows.piece, state)
+    except OSError as error:
+        raise NotLent("unreadable", str(error)) from error
+    except (ValueError, KeyError) as error:
+        raise NotLent("unsound", str(error)) from error
+
+
+class SegmentLayout:
+    """What the file of one segment holds: rows, under the checksums of its blocks, and state."""
+
+    def __init__(self, segment: Segment) -> None:
+        """Raises NotLent for rows that no file can hold."""
+        self.rows = len(segment.ids)
+        self.sides: list[Tensors] = []
+        self._blobs = [leaf.blob for leaf in segment.leaves if leaf.blob is not None]
+        for side, at, rows in segment.pieces():
+            self.sides.append(tensors_of(side[0], segment.leaves[at], rows))
+        lines = [tensors.line for tensors in self.sides]
+        if lines:
+            lines.append(f"b {BLOCK} {''.join(segment.sums)}")
+        lines += [f"s {blob.layer} {blob.nbytes} {blob.checksum}" for blob in self._blobs]
+        self.text = "\n".join(lines).encode()
+        self.digest = hashlib.blake2b(self.text, digest_size=16).digest()
+
+    def places(self, loan: Loan) -> dict[str, int]:
+        """Where in the file each tensor begins. Raises ValueError for any other file, OSError."""
+        length = int.from_bytes(os.pread(loan.fd, 8, 0), "little")
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(os.pread(loan.fd, length, 8))
+        places, at = {}, 0
+        for name, dtype, shape, nbytes in self._tensors():
+            entry = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + nbytes]}
+            if header.pop(name, None) != entry:
+                raise ValueError(f"{name} is not what was asked for")
+            places[name] = 8 + length + at
+            at += nbytes
+        if header:
+            raise ValueError("more tensors than were asked for")
+        return places
+
+    def _tensors(self) -> Iterator[tuple[str, str, list[int], int]]:
+        """Name, dtype, shape and bytes of each tensor, in the order of the file."""
+        for side in self.sides:
+            for index, (code, width, row_bytes) in enumerate(side.stored):
+                shape = [1, side.heads, self.rows, width]
+                yield f"{side.name}.{index}", code, shape, side.heads * self.rows * row_bytes
+        for blob in self._blobs:
+            yield f"s.{blob.layer}", "U8", [blob.nbytes], blob.nbytes
+
+
+class _Rows:
+    """The rows of a match in memory of MLX arrays: head-major, or PACKED to be decoded."""
+
+    def __init__(self, layout: SegmentLayout, tokens: int) -> None:
+        self.tokens = tokens
+        self._sides = layout.sides
+        sizes = [
+            side.heads * tokens * row_bytes
+            for side in self._sides
+            for _, _, row_bytes in side.stored
+        ]
+        arrays = [mx.zeros((size,), dtype=mx.uint8) for size in sizes]
+        mx.eval(arrays)
+        taken = iter(arrays)
+        self._arrays = {side.name: [next(taken) for _ in side.parts] for side in self._sides}
+        self._views = {
+            name: [memoryview(cast(Any, array)) for array in each]
+            for name, each in self._arrays.items()
+        }
+
+    def read(
+        self, file: Loan, layout: SegmentLayout, places: dict[str, int], rows: int, before: int
+    ) -> None:
+        """The first `rows` rows of a segment, behind the `before` rows already here.
+
+        Raises OSError, also for a file that ends early.
+        """
+        runs: list[tuple[int, memoryview]] = []
+        for side in layout.sides:
+            for index, (_, _, width) in enumerate(side.stored):
+                place, view = places[f"{side.name}.{index}"], self._views[side.name][index]
+                for head in range(side.heads):
+                    to = (head * self.tokens + before) * width
+                    source = place + head * layout.rows * width
+                    runs.append((source, view[to : to + rows * width]))
+        for at, views in _joined(runs):
+            _fill(views, file, at)
+
+    def piece(self, side: str, at: int, rows: Rows) -> RowPiece:
+        """Keys or values of a leaf."""
+        tensors = next(each for each in self._sides if each.name == f"{side[0]}.{rows.layer}")
+        arrays = self._arrays[tensors.name]
+        if not tensors.turned:
+            whole = Rows(rows.layer, self.tokens, rows.layout, rows.store, "")
+            landing = Landing(whole)
+            landing.adopt(arrays[0])
+            return landing.piece()
+        parts = (
+            array.view(dtype_named(dtype)).reshape(1, tensors.heads, self.tokens, width)
+            for array, (dtype, width) in zip(arrays, tensors.parts, strict=True)
+        )
+        return HeadPiece(tuple(parts), rows.layout.fmt)
+
+
+def _joined(runs: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Places that follow one another in the file, as what one call can read."""
+    start, end = 0, -1
+    views: list[memoryview] = []
+    for at, view in runs:
+        if views and (at != end or len(views) == _VIEWS_A_CALL):
+            yield start, views
+            views = []
+        if not views:
+            start = end = at
+        views.append(view)
+        end += len(view)
+    if views:
+        yield start, views
+
+
+def _fill(views: list[memoryview], file: Loan, at: int) -> None:
+    """Read what stands at `at` into the views, one after another.
+
+    Read, not mapped: a file that is cut short, or a failing disk, is an error and no signal.
+    """
+    left = [view for view in views if len(view)]
+    while left:
+        count = os.preadv(file.fd, left, at)
+        if not count:
+            raise OSError("the file ends before its rows")
+        at += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
