@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
+
+#: As many columns have room for their figures.
+_FIGURES: Final = 24
 
 
 def draw_plot(plot: Mapping[str, Any], subtitle: str, path: Path) -> None:
@@ -29,8 +33,12 @@ def draw_plot(plot: Mapping[str, Any], subtitle: str, path: Path) -> None:
         axes.set_xticks(ticks, [f"{tick:,.10g}" for tick in ticks])
     if plot["log"]:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
+        axes.margins(y=0.08)
         axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(plot["x"])
     axes.set_ylabel(plot["y"])
     axes.set_title(f"{plot['title']}\n", loc="left", fontsize=11)
@@ -48,7 +56,9 @@ def _draw_columns(axes: Any, series: Mapping[str, Any]) -> None:
     for number, (label, points) in enumerate(series.items()):
         shift = (number - (len(series) - 1) / 2) * width
         places = [words.index(x) + shift for x, _ in points]
-        axes.bar(places, [y for _, y in points], width, label=label)
+        columns = axes.bar(places, [y for _, y in points], width, label=label)
+        if sum(map(len, series.values())) <= _FIGURES:
+            axes.bar_label(columns, [_short(y) for _, y in points], fontsize=6.5, padding=1)
     turned = max(map(len, words)) * len(words) > 60
     axes.set_xticks(
         range(len(words)),
@@ -57,3 +67,8 @@ def _draw_columns(axes: Any, series: Mapping[str, Any]) -> None:
         ha="right" if turned else "center",
         fontsize=8,
     )
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point; two of what is small."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.{3 if abs(value) >= 0.1 else 2}g}"

@@ -215,7 +215,7 @@ def _findings(
                 f"Mean BLEU of {count} answers against standalone",
                 "storage format",
                 "BLEU",
-                {"BLEU": [(label, figure["bleu"]) for label, figure in figures.items()]},
+                _series(figures),
             )
         ],
         bars=[
@@ -225,6 +225,17 @@ def _findings(
         ],
         quoted=_quoted(figures, count),
     )
+
+
+def _series(figures: dict[str, dict[str, float]]) -> dict[str, list[tuple[str | float, float]]]:
+    """Mean BLEU of each format, the best first, as it is and with protected layers."""
+    best = sorted(figures, key=lambda label: -figures[label]["bleu"])
+    series: dict[str, list[tuple[str | float, float]]] = {}
+    for label in best:
+        name, _, protected = label.partition(", ")
+        points = series.setdefault(protected or "every layer in this format", [])
+        points.append((name, figures[label]["bleu"]))
+    return series
 
 
 def _rows(figures: dict[str, dict[str, float]], count: int) -> list[tuple[str, ...]]:

@@ -40,6 +40,7 @@ def run(setting: Setting) -> Findings:
 
 def _findings(measured: Mapping[str, Any], digits: Mapping[str, Any]) -> Findings:
     formats = measured["formats"]
+    by_size = sorted(formats, key=lambda label: formats[label]["row_bytes"])
     count = measured["questions"]
     exact, stored, wide, symmetric = (
         digits["ways"][way] for way in (EXACT, STORED, GROUPS_64, SYMMETRIC)
@@ -58,13 +59,13 @@ def _findings(measured: Mapping[str, Any], digits: Mapping[str, Any]) -> Finding
             Plot(
                 "error",
                 "Mean absolute error of real K and V, as a part of their mean size",
-                "storage format",
+                "storage format, the smallest first",
                 "% (logarithmic)",
                 {
                     side: [
-                        (label, 100 * one[f"{key}_relative_error"])
-                        for label, one in formats.items()
-                        if "protect" not in label and one[f"{key}_relative_error"] > 0
+                        (label, 100 * formats[label][f"{key}_relative_error"])
+                        for label in by_size
+                        if "protect" not in label and formats[label][f"{key}_relative_error"] > 0
                     ]
                     for side, key in (("K", "keys"), ("V", "values"))
                 },
