@@ -194,6 +194,26 @@ def test_a_server_that_cannot_prove_itself_is_a_cold_run(
     assert unproven.client().call("KV.PREFIX.LOOKUP", "unproven") == "MISS"
 
 
+def test_trouble_with_certificates_is_one_line_in_a_shell(
+    secure: Server, papers: Papers, tmp_path: Path
+) -> None:
+    port, other = str(tls_port(secure)), Papers(tmp_path)
+    tries = {
+        ("--tls", "--port", port): "certificate",
+        ("--tls-ca", str(other.ca), "--port", port): "certificate",
+        ("--tls-ca", str(tmp_path / "absent"), "--port", port): "tls: cannot use",
+        ("--tls-ca", str(papers.ca), "--port", str(secure.port)): "no TLS connection",
+        ("--port", port): "no answer from",
+    }
+    for words, says in tries.items():
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["ls", *words])
+        text = str(caught.value)
+        assert says in text
+        assert "\n" not in text
+        assert text.startswith("pion-vllm-mlx ls: ")
+
+
 def test_plain_talk_to_the_tls_port_ends_the_connection(secure: Server) -> None:
     with socket.create_connection(("127.0.0.1", tls_port(secure)), 20) as plain:
         plain.sendall(b"*1\r\n$4\r\nPING\r\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ class Credentials:
     def __init__(self, password: str | None, tenants: Mapping[str, str]) -> None:
         self.password = password
         self._expected = (password or "").encode()
+        self._salt = os.urandom(32)
         self._tenants = {name.encode(): word.encode() for name, word in tenants.items()}
 
     @property
@@ -43,9 +45,16 @@ class Credentials:
         expected = self._expected if tenant is None else self._tenants[tenant]
         import hmac  # not at start-up: it brings OpenSSL
 
-        # Every candidate is compared: how long that takes says nothing about which was right.
-        right = [hmac.compare_digest(bytes(word), expected) for word in given]
+        # Every candidate is compared, as digests, which are all of one length: how long that takes
+        # says nothing about which was right, how far, or how long the right one is.
+        wanted = self._digest(expected)
+        right = [hmac.compare_digest(self._digest(bytes(word)), wanted) for word in given]
         return None if any(right) else _refuse()
+
+    def _digest(self, word: bytes) -> bytes:
+        from hashlib import blake2b
+
+        return blake2b(word, key=self._salt).digest()
 
 
 async def _refuse() -> NoReturn:
