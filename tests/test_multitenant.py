@@ -6,6 +6,7 @@ python tests/test_multitenant.py       # as pytest runs it
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from pion_server.commands.registry import COMMANDS, Command
 from pion_server.config import parse
 from pion_server.flags import ConfigError
 from tests.pion_server.access_samples import DIM, ROW, body_for, words_for
-from tests.pion_server.wire.binary_client import ERROR, BinaryClient
+from tests.pion_server.wire.binary_client import AUTH, ERROR, OK, BinaryClient
 
 Server = Any
 MB = 1 << 20
@@ -141,6 +142,36 @@ def test_tenants_share_what_maxmemory_leaves(server: Callable[..., Server]) -> N
     assert bob.call("KV.PREFIX.LOOKUP", b"kept") == "HIT"
     figures = dict(line.split(":") for line in ann.call("KV.PREFIX.INFO").decode().split())
     assert int(figures["vstore_bytes"]) <= MB
+
+
+def test_a_tenants_connections_keep_nobody_out(server: Callable[..., Server]) -> None:
+    """An equal part of --max-clients; the admin's stays free, and so does what is given back."""
+    s = server(
+        *("--requirepass", "root", "--tenant", "ann=a", "--tenant", "bob=b", "--max-clients", "9")
+    )
+    held = [user(s, "ann", "a") for _ in range(2)]
+    held[0].call("AUTH", "ann", "a")  # once more, and no more than one
+    lane = BinaryClient(s.host, s.port + 1)
+    assert lane.call(AUTH, b"ann\0a")[0] == OK
+    late = s.client()
+    for words in (("AUTH", "ann", "a"), ("HELLO", "3", "AUTH", "ann", "a")):
+        assert late.error(*words) == "ERR max number of clients of this tenant reached"
+    assert late.error("DBSIZE").startswith("NOAUTH")
+    other = BinaryClient(s.host, s.port + 1)
+    assert other.call(AUTH, b"ann\0a")[0] == ERROR
+    other.close()
+    for name, word in (("bob", "b"), ("root", "root")):
+        assert user(s, name, word).call("DBSIZE") == 0
+    held[0].call("RESET")
+    assert late.call("AUTH", "ann", "a") == "OK"
+    assert late.call("AUTH", "bob", "b") == "OK"
+    assert user(s, "ann", "a").call("DBSIZE") == 0
+    held[1].close()  # noticed a moment later
+    again, ends = s.client(), time.monotonic() + 20
+    again.send(again.pack("AUTH", "ann", "a"))
+    while again.read() != "OK":
+        assert time.monotonic() < ends
+        again.send(again.pack("AUTH", "ann", "a"))
 
 
 def test_everything_of_a_tenant_survives_a_kill_and_a_save(server: Callable[..., Server]) -> None:

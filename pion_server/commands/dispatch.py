@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -37,6 +38,7 @@ from pion_server.errors import (
 from pion_server.modules import import_modules
 from pion_server.payload import Buffer, Offload
 from pion_server.state import ServerState
+from pion_server.tenants import share
 from pion_server.wire.auth import Credentials
 from pion_server.wire.binary import Frame
 from pion_server.wire.connection import Connection
@@ -72,6 +74,9 @@ class Dispatcher:
         self._strict = config.tenant_strict
         self._prefix = config.ns_prefix
         self._contexts: dict[int, Context] = {}
+        # Connections of each tenant, and how many one may have: none takes all there are.
+        self._clients: Counter[bytes] = Counter()
+        self._most_clients = share(config.max_clients, len(config.tenants)) or 1
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pion-work")
 
     def close(self) -> None:
@@ -84,7 +89,15 @@ class Dispatcher:
         self.state.connections[connection.id] = connection
 
     def _enter(self, connection: Connection, tenant: bytes | None) -> None:
-        """From its next command on the connection works on the stores of `tenant`."""
+        """From its next command on the connection works on the stores of `tenant`.
+
+        Raises CommandError for a tenant that has as many connections as it may.
+        """
+        if tenant is not None and tenant != connection.tenant:
+            if self._clients[tenant] >= self._most_clients:
+                raise CommandError("max number of clients of this tenant reached")
+            self._clients[tenant] += 1
+        self._count_out(connection, tenant)
         state = self.state if tenant is None else self.state.tenants[tenant]
         connection.authenticated = True
         connection.tenant = tenant
@@ -93,7 +106,13 @@ class Dispatcher:
             state, connection, self.credentials, partial(self._enter, connection)
         )
 
+    def _count_out(self, connection: Connection, tenant: bytes | None = None) -> None:
+        """A connection is no longer the tenant's that it was, unless it is `tenant`."""
+        if connection.tenant not in (None, tenant):
+            self._clients[connection.tenant] -= 1
+
     def disconnected(self, connection: Connection) -> None:
+        self._count_out(connection)
         del self.state.connections[connection.id]
         del self._contexts[connection.id]
         for state in self.state.everybody:
