@@ -7,7 +7,9 @@ user message, before the generation prompt) and at multiples of a block in betwe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
@@ -15,6 +17,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .live_caches import arrays_of, has_rows, leaves_of
 from .prompt_memory import BLOCK, GRAIN
+
+log = logging.getLogger("pion_patches")
 
 #: Tokens between two stops that no message asks for, at least.
 STRIDE: Final = 512
@@ -59,6 +63,28 @@ def stride_of(model: Any) -> int:
             state += sum(array.nbytes for array in arrays_of(leaf))
     wanted = -(-state // row) if row else ROWLESS_STRIDE
     return max(STRIDE, -(-wanted // GRAIN) * GRAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a model can be resumed: at every token, or where its prefill stopped."""
+
+    #: Whether any of its caches cannot be cut at every token.
+    stateful: bool
+    #: Tokens between two stops of such a model.
+    stride: int = STRIDE
+
+
+def places_of(model: Any) -> Places:
+    """Never raises for a model that `make_prompt_cache` makes caches for."""
+    make: Any = make_prompt_cache
+    if all(has_rows(leaf) for leaf in leaves_of(make(model))):
+        return Places(False)
+    try:
+        return Places(True, stride_of(model))
+    except Exception as error:
+        log.debug("the size of a state is not known: %r", error)
+        return Places(True, ROWLESS_STRIDE)
 
 
 def cut_segments(

@@ -11,7 +11,6 @@ and refuses an empty prompt, and the batch generator, which never pads a prompt 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from contextlib import AbstractContextManager
@@ -20,20 +19,13 @@ from typing import Any, ClassVar, Final
 import mlx_lm
 from mlx_lm import server
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ResponseGenerator
 
 from ._patch import Patch, PatchConflict, require_signature, require_version
-from .checkpoints import (
-    ROWLESS_STRIDE,
-    STRIDE,
-    choose_stops,
-    cut_segments,
-    find_wishes,
-    stride_of,
-)
-from .live_caches import has_rows, leaves_of
-from .prompt_memory import GRAIN, PromptMemory
+from .checkpoints import Places, choose_stops, cut_segments, find_wishes, places_of
+from .even_batches import EvenBatchGenerator
+from .prompt_memory import PromptMemory
 
 log = logging.getLogger("pion_patches")
 
@@ -42,54 +34,19 @@ _THREAD = threading.local()
 MLX_LM_LOW, MLX_LM_BELOW = "0.32.2", "0.33"
 
 
-class EvenBatchGenerator(BatchGenerator):
-    """Processes as many tokens of every prompt in the batch at a time, so that none is padded.
-
-    Some recurrent layers take padding on the right for tokens, which would spoil an answer and,
-    worse, the state that is kept of it.
-    """
+class ServedBatchGenerator(EvenBatchGenerator):
+    """Computes for the generator of responses of its thread."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         initialise: Any = super().__init__
         initialise(*arguments, **options)
-        self._serving: StoppingResponseGenerator | None = getattr(_THREAD, "serving", None)
-
-    def _next(self) -> Any:
-        waiting = itertools.islice(self._unprocessed_sequences, self.prefill_batch_size)
-        running = [entry[0] for entry in self._currently_processing]
-        prompts = [*running, *(sequence[1] for sequence in waiting)]
-        # A single token left is the one whose logits start the answer: no prompt any more.
-        lengths = [len(parts[0]) for parts in prompts if len(parts) > 1 or len(parts[0]) > 1]
-        step = self.prefill_step_size
-        stock: Any = super()._next
-        self.prefill_step_size = min([step, *lengths])
-        try:
-            found = stock()
-        finally:
-            self.prefill_step_size = step
-        if self._serving is not None:
-            try:
-                self._pass_states(self._serving)
-            except Exception as error:
-                log.warning("states of answers are not kept: %r", error)
-                self._serving = None
-        return found
-
-    def _pass_states(self, serving: StoppingResponseGenerator) -> None:
-        """Note the state of each answer that is at a multiple of the grain."""
-        batch = self._generation_batch
-        places = [i for i, tokens in enumerate(batch.tokens) if len(tokens) % GRAIN == 0]
-        if places and serving.is_stateful(self.model):
-            for place in places:
-                cache = batch.extract_cache(place)
-                serving.pass_state(batch.tokens[place], cache)
+        self._serving = getattr(_THREAD, "serving", None)
 
 
 class StoppingResponseGenerator(ResponseGenerator):
     """Cuts the prompts of models that need it, and tells the prompt cache about the model."""
 
-    _stateful_model: tuple[Any, bool] = (None, False)
-    _stride = STRIDE
+    _known: tuple[Any, Places] = (None, Places(False))
 
     def _generate(self) -> None:
         # The batch generator is made in there, by a call that cannot be given anything more.
@@ -117,24 +74,17 @@ class StoppingResponseGenerator(ResponseGenerator):
                 wishes = self._wishes(tokenizer, request, args, prompt)
             except Exception as error:
                 log.debug("the ends of messages are not known: %r", error)
-            stops = choose_stops(len(prompt), wishes, stride=self._stride)
+            stops = choose_stops(len(prompt), wishes, stride=self._known[1].stride)
             segments, kinds = cut_segments(segments, kinds, stops)
         return prompt, segments, kinds, state, vision
 
     def is_stateful(self, model: Any) -> bool:
         """Whether any of a model's caches cannot be cut at every token."""
-        known, stateful = self._stateful_model
+        known, places = self._known
         if known is not model:
-            leaves = leaves_of(make_prompt_cache(model))
-            stateful = not all(has_rows(leaf) for leaf in leaves)
-            if stateful:
-                try:
-                    self._stride = stride_of(model)
-                except Exception as error:
-                    self._stride = ROWLESS_STRIDE
-                    log.debug("the size of a state is not known: %r", error)
-            self._stateful_model = (model, stateful)
-        return stateful
+            places = places_of(model)
+            self._known = (model, places)
+        return places.stateful
 
     def _wishes(self, tokenizer: Any, request: Any, args: Any, prompt: list[int]) -> dict[int, str]:
         if request.request_type != "chat" or not tokenizer.has_chat_template:
@@ -147,7 +97,7 @@ class StoppingResponseGenerator(ResponseGenerator):
 _BOUND: Final[dict[str, tuple[type, type]]] = {
     "LRUPromptCache": (LRUPromptCache, PromptMemory),
     "ResponseGenerator": (ResponseGenerator, StoppingResponseGenerator),
-    "BatchGenerator": (BatchGenerator, EvenBatchGenerator),
+    "BatchGenerator": (BatchGenerator, ServedBatchGenerator),
 }
 
 

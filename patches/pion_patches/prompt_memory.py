@@ -191,6 +191,19 @@ class PromptMemory:
                 _NO_LIMIT if n_bytes is None else max(0, n_bytes),
             )
 
+    def forget(self, model: Any, tokens: Sequence[int]) -> int:
+        """Let go of every conversation that begins with `tokens`; how many there were."""
+        ids = as_ids(tokens)
+        with self._lock:
+            found = [
+                number
+                for number, entry in self._entries.items()
+                if entry.key == model and entry.common(ids) == len(ids)
+            ]
+            for number in found:
+                del self._entries[number]
+        return len(found)
+
     def close(self) -> None:
         """Let go of everything, the second tier last."""
         with self._lock:

@@ -42,6 +42,9 @@ class SecondTier(Protocol):
     def attach(self, model_key: Any, provider: Any) -> None:
         """A model was loaded; on the generation thread. `provider`: mlx_lm.server's."""
 
+    def detach(self, model_key: Any) -> None:
+        """That model is gone: hold nothing of it any more, and keep what was stored."""
+
     def find(self, model_key: Any, tokens: Sequence[int]) -> Offer | None:
         """How much of `tokens` is held, in one round trip."""
 

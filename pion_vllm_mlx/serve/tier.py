@@ -75,9 +75,7 @@ class PionTier:
 
     def attach(self, model_key: Any, provider: Any) -> None:
         """Index the prefixes of the model that was loaded, in place of one of the same name."""
-        old = self._indexes.pop(model_key, None)
-        if old is not None:
-            old.close()
+        self.detach(model_key)
         flags = provider.cli_args
         try:
             if provider.draft_model is not None:
@@ -109,6 +107,12 @@ class PionTier:
         index.reconcile()
         self._used = index.used_bytes
         self._indexes[model_key] = index
+
+    def detach(self, model_key: Any) -> None:
+        """Let go of a model; what is stored of it stays."""
+        index = self._indexes.pop(model_key, None)
+        if index is not None:
+            index.close()
 
     def find(self, model_key: Any, tokens: Sequence[int]) -> PionOffer | None:
         """How much of `tokens` the server holds."""

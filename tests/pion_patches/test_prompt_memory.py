@@ -247,6 +247,9 @@ class Tier:
     def attach(self, model_key: Any, provider: Any) -> None:
         """Nothing to prepare."""
 
+    def detach(self, model_key: Any) -> None:
+        """Nothing is held of a model."""
+
     def find(self, model_key: Any, tokens: Sequence[int]) -> Held:
         self.asked.append(len(tokens))
         if self._find is not None:
