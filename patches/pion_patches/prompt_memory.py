@@ -191,6 +191,13 @@ class PromptMemory:
                 _NO_LIMIT if n_bytes is None else max(0, n_bytes),
             )
 
+    def shared(self, model: Any, tokens: Sequence[int]) -> int:
+        """How many leading `tokens` some conversation begins with, resumable there or not."""
+        ids = as_ids(tokens)
+        with self._lock:
+            entries = [entry for entry in self._entries.values() if entry.key == model]
+        return max((entry.common(ids) for entry in entries), default=0)
+
     def forget(self, model: Any, tokens: Sequence[int]) -> int:
         """Let go of every conversation that begins with `tokens`; how many there were."""
         ids = as_ids(tokens)
