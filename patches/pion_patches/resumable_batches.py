@@ -57,8 +57,10 @@ class ResumableBatchGenerator(EvenBatchGenerator):
 
     def _cut(self, held: list[int], prompt: list[int]) -> list[list[int]]:
         """The parts of a prompt that is behind the tokens `held` in its cache."""
+        if not prompt or self._cache is None:
+            return [prompt]
         try:
-            stops = self._cache.stops_of(held + prompt) if self._cache is not None else {}
+            stops = self._cache.stops_of(held + prompt)
             ahead = {place - len(held): kind for place, kind in stops.items()}
             return cut_segments([prompt], ["user"], {n: k for n, k in ahead.items() if n > 0})[0]
         except Exception as error:

@@ -1,6 +1,7 @@
 """Serve a model to OpenAI and Anthropic clients; what it has computed outlives it.
 
-Chat, completions, messages and responses, streaming and tools, on top of mlx_lm.server.
+Chat, completions, messages and responses, streaming and tools, on top of mlx_lm.server; or, with
+--engine vllm-mlx, vllm-mlx's own server on the same memory.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ if TYPE_CHECKING:
     from pion_vllm_mlx.serve.door import Door
     from pion_vllm_mlx.serve.generator import Generator
     from pion_vllm_mlx.serve.provider import Provider
-    from pion_vllm_mlx.serve.tier import PionTier
 
 __all__ = ["add_arguments", "run"]
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until interrupted or terminated."""
+    if options.engine == "vllm-mlx":
+        from pion_vllm_mlx.serve.vllm_engine import run_vllm_mlx
+
+        return run_vllm_mlx(options)
+    if options.engine_flags:
+        raise SystemExit(f"pion-vllm-mlx serve: {options.engine_flags[0]}: not a flag of serve")
     from pion_vllm_mlx.blas import preload_blas
 
     # Before anything imports MLX, which takes the BLAS it finds at that moment.
@@ -56,53 +62,17 @@ def run(options: argparse.Namespace) -> int:
         return _serve(options, door, Console(stderr=True, highlight=False), ends)
 
 
-def _open_tier(options: argparse.Namespace, console: Console, ends: ExitStack) -> PionTier | None:
-    """The pion-server of choice, started if it is our own; SystemExit where it does not start."""
-    from pion_vllm_mlx.cache_home import data_home
-    from pion_vllm_mlx.local_server import ServerDidNotStart
-    from pion_vllm_mlx.serve.embedded import Embedded
-    from pion_vllm_mlx.serve.tier import PionTier
-    from pion_vllm_mlx.transport.endpoint import Endpoint
-
-    if options.no_pion:
-        return None
-    budget = int(options.pion_budget_gb * 1e9)
-    if options.pion_host is not None:
-        password = options.pion_password or os.environ.get("PION_PASSWORD")
-        address = options.pion_host, options.pion_port
-        endpoint = Endpoint(*address, username=options.pion_username, password=password)
-        place = f"pion-server at {options.pion_host}:{options.pion_port}"
-    else:
-        folder = options.pion_dir or data_home() / "serve"
-        try:
-            endpoint = ends.enter_context(Embedded(folder)).endpoint
-        except (ServerDidNotStart, OSError) as error:
-            reason = f"{error} (--no-pion serves without)"
-            raise SystemExit(f"pion-vllm-mlx serve: {reason}") from None
-        place = f"{folder}"
-    try:
-        tier = PionTier(
-            endpoint,
-            budget_bytes=budget,
-            min_gain=options.pion_min_gain,
-            vquant=options.pion_vquant,
-        )
-    except ValueError as error:
-        raise SystemExit(f"pion-vllm-mlx serve: --pion-vquant: {error}") from None
-    console.print(f"conversations are kept in {place}, {budget / 1e9:g} GB at most", soft_wrap=True)
-    return tier
-
-
 def _serve(options: argparse.Namespace, door: Door, console: Console, ends: ExitStack) -> int:
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
     from pion_patches.prompt_memory import PromptMemory
     from pion_vllm_mlx.serve.generator import Generator
+    from pion_vllm_mlx.serve.opening import open_tier
     from pion_vllm_mlx.serve.provider import Provider
     from pion_vllm_mlx.serve.service import Service
 
     _ = maybe_set_recommended_wired_limit()
-    tier = _open_tier(options, console, ends)
+    tier = open_tier(options, console, ends)
     memory = PromptMemory(options.prompt_cache_size, options.prompt_cache_bytes, tier=tier)
     provider = Provider(options, lambda loaded: memory.attach(loaded.model_key, loaded))
     generator = Generator(provider, memory)

@@ -53,9 +53,23 @@ _TYPES: Final[dict[str, Any]] = {
 }
 
 
+def given_stock_flags(options: argparse.Namespace) -> list[str]:
+    """Flags that only mlx_lm.server has a use for and that differ from their defaults."""
+    groups = [entry for group in _STOCK.values() for entry in group]
+    others = [("--no-normalize", True), ("--cors-origin", []), ("--allowed-host", [])]
+    others.append(("--log-level", "INFO"))
+    names = {"--no-normalize": "normalise", "--cors-origin": "allowed_origins"}
+    defaults = [*others, *((flag, default) for flag, default, _, _ in groups)]
+    return [
+        flag
+        for flag, default in defaults
+        if getattr(options, names.get(flag, flag[2:].replace("-", "_"))) != default
+    ]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare every flag."""
-    parser.usage = "%(prog)s --model PATH_OR_ID [options]"
+    parser.usage = "%(prog)s --model PATH_OR_ID [options] [-- FLAGS_OF_THE_ENGINE]"
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
@@ -63,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_ID",
         help="as for mlx_lm.load; it serves every name",
     )
+    model.add_argument(
+        "--engine",
+        choices=["mlx-lm", "vllm-mlx"],
+        default="mlx-lm",
+        help="vllm-mlx: its own server; of the flags below only address and memory, the rest its"
+        " own after -- (default: %(default)s)",
+    )
+    model.add_argument("engine_flags", nargs="*", metavar="FLAGS_OF_THE_ENGINE", help="vllm-mlx's")
     _add_stock(model, "model")
     _add_http(parser.add_argument_group("endpoint"))
     _add_pion(parser.add_argument_group("what outlives the process"))
