@@ -14,6 +14,8 @@ from pion_vllm_mlx.serve.options import given_stock_flags
 
 VERSION: Final = "0.6.0"
 _HINT: Final = "see docs/serve.md"
+#: Flags of vllm-mlx by which it has another prefix cache, or none.
+_WITHOUT: Final = ("--disable-prefix-cache", "--no-memory-aware-cache", "--use-paged-cache")
 
 
 def run_vllm_mlx(options: argparse.Namespace) -> int:
@@ -56,6 +58,8 @@ def _check(options: argparse.Namespace) -> None:
             f"pion-vllm-mlx serve: --engine vllm-mlx needs vllm-mlx {VERSION} in an environment of"
             f" its own, and {what} installed here ({_HINT})"
         )
+    if other := next((flag for flag in options.engine_flags if flag in _WITHOUT), None):
+        raise SystemExit(f"pion-vllm-mlx serve: {other} leaves nothing that Pion could keep")
     if others := given_stock_flags(options):
         raise SystemExit(
             f"pion-vllm-mlx serve: {others[0]} is for mlx_lm.server; flags of vllm-mlx follow"
