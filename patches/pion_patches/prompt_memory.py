@@ -26,6 +26,7 @@ import numpy as np
 
 from .live_caches import arrays_of
 from .memory_entry import Entry, Incoherent, States
+from .preload import Preload
 from .second_tier import FIND, Fence, SecondTier, restore_seconds
 from .token_ids import as_ids
 
@@ -45,8 +46,8 @@ class PromptMemory:
     """`max_size` conversations of `max_bytes` in all, least recently used first to go.
 
     One that is larger than `max_bytes` by itself is not kept, and costs no other its place.
-    Thread-safe. `counts`: hits, misses, tokens_reused, tier_hits, tier_tokens, inserted, rejected,
-    incoherent, evicted, errors.
+    Thread-safe. `counts`: hits, misses, tokens_reused, tier_hits, tier_tokens, preloaded_tokens,
+    inserted, rejected, incoherent, evicted, errors.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PromptMemory:
         self._models: dict[Any, weakref.ref[Any]] = {}
         self._lock = threading.RLock()
         self.fence = Fence()
+        self._preload: Preload | None = None
         self._number = 0
 
     def __len__(self) -> int:
@@ -112,6 +114,21 @@ class PromptMemory:
                 self.tier.attach(model_key, provider)
             except Exception as error:
                 self._wonder("a model could not be attached to the second tier", error)
+
+    def preload(self, model_key: Any) -> None:
+        """Have the conversation restored that the second tier was given last, in the background.
+
+        A request that goes on with it finds it here, and waits for it if it is not here yet. One
+        that would take half of `max_bytes` is left alone.
+        """
+        if self.tier is None:
+            return
+
+        def keep(ids: np.ndarray, cache: list[Any]) -> None:
+            self._keep(Entry.of(model_key, ids, cache, "user"))
+            self.counts["preloaded_tokens"] += len(ids)
+
+        self._preload = Preload(self.tier, model_key, keep, self.max_bytes // 2)
 
     def fetch_nearest_cache(
         self, model: Any, tokens: Sequence[int]
@@ -223,7 +240,10 @@ class PromptMemory:
     def _fetch(self, key: Any, asked: np.ndarray) -> tuple[list[Any] | None, int, str]:
         with self._lock:
             number, count = self._best(key, asked)
-            entry = self._entries.get(number)
+        if self._preload is not None and self._preload.wait(asked, count):
+            with self._lock:
+                number, count = self._best(key, asked)
+        entry = self._entries.get(number)
         if (found := self._from_tier(key, asked, count)) is not None:
             return found
         cache = entry.resume(count) if entry is not None else None

@@ -32,6 +32,18 @@ class Offer(Protocol):
         """How many leading tokens of those asked for; 0 for none."""
 
 
+class LatestOffer(Offer, Protocol):
+    """The conversation a tier was given last."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Its tokens."""
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes of its caches."""
+
+
 class SecondTier(Protocol):
     """A store behind the memory. `find` and `restore` run on one thread, not the caller's."""
 
@@ -50,6 +62,9 @@ class SecondTier(Protocol):
 
     def restore(self, offer: Any) -> list[Any] | None:
         """Evaluated caches of exactly ``offer.tokens`` tokens, the caller's own."""
+
+    def latest(self, model_key: Any) -> LatestOffer | None:
+        """The conversation stored last. On a third thread, as is the restore of what it offers."""
 
     def store(self, model_key: Any, tokens: Sequence[int], cache: Sequence[Any]) -> None:
         """Keep a prefix. On the generation thread: take what is needed, write it elsewhere.

@@ -186,7 +186,7 @@ class Keeper:
         if refused is not None and self._budget is not None:
             # What cannot be counted cannot be kept within a budget.
             raise StoreFailed(refused.code, str(refused))
-        return [row for reply in lists for row in _rows(reply)], Slots.of(info)
+        return [row for reply in lists for row in rows_in(reply)], Slots.of(info)
 
     def _nodes(self, listed: Sequence[Row]) -> dict[bytes, Node]:
         """The tree of what has a manifest. What is not known yet of it is read."""
@@ -282,7 +282,8 @@ class Slots:
         return self.taken + more + spare - self.most if self.most and more else 0
 
 
-def _rows(reply: Reply) -> list[Row]:
+def rows_in(reply: Reply) -> list[Row]:
+    """What KV.PREFIX.LIST has answered; nothing of anything else."""
     if not isinstance(reply, list):
         return []
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from pion_patches.hybrid import classify
 from pion_patches.pieces import dtype_name
 from pion_vllm_mlx.fill import StoreFailed
 from pion_vllm_mlx.kv_bits import KvBits
-from pion_vllm_mlx.lineage.blocks import BLOCK, Scope, floor_block
+from pion_vllm_mlx.lineage.blocks import BLOCK, CHECKPOINT, SEGMENT, Scope, floor_block
 from pion_vllm_mlx.lineage.borrowing import borrow_match
 from pion_vllm_mlx.lineage.capture import Capture, Foreign, capture_cache
 from pion_vllm_mlx.lineage.drafts import draft_rows, draft_state
@@ -30,6 +31,7 @@ from pion_vllm_mlx.lineage.eviction import Keeper, Oversize
 from pion_vllm_mlx.lineage.fetching import fetch_match
 from pion_vllm_mlx.lineage.filling import write_draft
 from pion_vllm_mlx.lineage.known import UNKNOWN, Known
+from pion_vllm_mlx.lineage.latest import latest_ids
 from pion_vllm_mlx.lineage.match import Asked, Mark, Match
 from pion_vllm_mlx.lineage.search import get_manifest, search, segment_in
 from pion_vllm_mlx.namespace import model_fingerprint
@@ -222,6 +224,24 @@ class Lineage:
         match = self.find(ids)
         cache = self.restore(match)
         return (None, 0) if cache is None else (cache, match.tokens)
+
+    def latest(self, lane: Lane) -> tuple[Lineage, Match]:
+        """What is stored of the conversation stored last, and this index on a lane of its own.
+
+        Both so that restoring it, whenever that is, holds up nobody who asks this one.
+        """
+        beside = copy.copy(self)
+        beside._lane = lane
+        try:
+            _, fingerprint = self._asked(())
+            start = self._ns_prefix + (CHECKPOINT if self.stateful else SEGMENT)
+            ids = latest_ids(lane, start, fingerprint, self._quick())
+        except TransportError:
+            ids = ()
+        except Exception as error:
+            self._tally.wonder("the conversation stored last could not be found", error)
+            ids = ()
+        return beside, beside.find(ids)
 
     # --- capturing and storing ---------------------------------------------------------------
 

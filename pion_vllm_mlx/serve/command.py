@@ -68,13 +68,19 @@ def _serve(options: argparse.Namespace, door: Door, console: Console, ends: Exit
     from pion_patches.prompt_memory import PromptMemory
     from pion_vllm_mlx.serve.generator import Generator
     from pion_vllm_mlx.serve.opening import open_tier
-    from pion_vllm_mlx.serve.provider import Provider
+    from pion_vllm_mlx.serve.provider import Provider, warm_up
     from pion_vllm_mlx.serve.service import Service
 
     _ = maybe_set_recommended_wired_limit()
     tier = open_tier(options, console, ends)
     memory = PromptMemory(options.prompt_cache_size, options.prompt_cache_bytes, tier=tier)
-    provider = Provider(options, lambda loaded: memory.attach(loaded.model_key, loaded))
+
+    def prepare(loaded: Provider) -> None:
+        memory.attach(loaded.model_key, loaded)
+        memory.preload(loaded.model_key)
+        warm_up(loaded)
+
+    provider = Provider(options, prepare)
     generator = Generator(provider, memory)
     listener = threading.Thread(target=door.serve_forever, name="pion-serve-http", daemon=True)
     # Already now, so that /health can say that the model is loading.

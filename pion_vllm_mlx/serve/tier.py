@@ -17,6 +17,7 @@ from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage import Capture, Lineage, Match
 from pion_vllm_mlx.rates import Rates
 from pion_vllm_mlx.tier import Tier
+from pion_vllm_mlx.transport import Lane
 from pion_vllm_mlx.transport.endpoint import Endpoint
 from pion_vllm_mlx.transport.local import LocalLane
 
@@ -36,6 +37,17 @@ class PionOffer:
     lineage: Lineage
     match: Match
     tokens: int
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The tokens it was found for."""
+        ids: Sequence[int] = self.match.asked.ids.tolist()
+        return ids
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a restore moves, and about what the caches take."""
+        return self.match.nbytes
 
 
 class PionTier:
@@ -60,6 +72,8 @@ class PionTier:
         self._format = Tier(vquant)
         self.rates = Rates()
         self._indexes: dict[Any, Lineage | None] = {}
+        #: Lanes beside those of the indexes.
+        self._aside: list[Lane] = []
         self._waiting: SimpleQueue[tuple[Lineage, Capture] | None] = SimpleQueue()
         self._bytes_waiting = 0
         self._lock = threading.Lock()
@@ -122,6 +136,16 @@ class PionTier:
         match = index.find(tokens)
         return PionOffer(index, match, match.tokens if index.pays(match) else 0)
 
+    def latest(self, model_key: Any) -> PionOffer | None:
+        """The conversation that was stored last, whoever did it."""
+        index = self._indexes.get(model_key)
+        if index is None:
+            return None
+        lane = self._endpoint.twin()
+        self._aside.append(lane)
+        beside, match = index.latest(lane)
+        return PionOffer(beside, match, match.tokens if beside.pays(match) else 0)
+
     def restore(self, offer: PionOffer) -> list[Any] | None:
         """The caches, or None."""
         return offer.lineage.restore(offer.match)
@@ -168,6 +192,8 @@ class PionTier:
         for index in self._indexes.values():
             if index is not None:
                 index.close()
+        for lane in self._aside:
+            lane.close()
 
     def _write(self) -> None:
         while (work := self._waiting.get()) is not None:

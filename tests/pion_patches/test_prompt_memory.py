@@ -232,13 +232,19 @@ class Held:
     tokens: int
 
 
+@dataclass
+class Latest(Held):
+    ids: list[int]
+    nbytes: int
+
+
 class Tier:
     """A second tier that holds the first `held` tokens of anything."""
 
     min_gain = 4
 
     def __init__(self, held: int, find: Any = None, restore: Any = None) -> None:
-        self.held = held
+        self.held = self.last = held
         self.asked: list[int] = []
         self.stored: list[int] = []
         self._find = find
@@ -262,6 +268,9 @@ class Tier:
         cache = rows(offer.tokens)
         mx.eval(cache.keys, cache.values)
         return [cache]
+
+    def latest(self, model_key: Any) -> Latest:
+        return Latest(self.last, list(range(self.last)), nbytes=self.last)
 
     def store(self, model_key: Any, tokens: Sequence[int], cache: Sequence[Any]) -> None:
         self.stored.append(len(tokens))
@@ -319,3 +328,44 @@ def test_a_second_tier_that_is_late_is_a_miss_until_it_has_answered(
     while fetch(memory, range(100))[1] != 30 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert memory.counts["tier_hits"] == 1
+
+
+def test_a_request_waits_for_its_own_conversation_only_to_be_restored_ahead() -> None:
+    going = threading.Event()
+    tier = Tier(30, restore=lambda: going.wait(10))
+    memory = PromptMemory(tier=tier)
+    memory.preload(KEY)
+    tier.held = 0  # whoever asks the tier itself gets nothing
+    begun = time.monotonic()
+    assert fetch(memory, range(500, 600))[1] == 0
+    assert time.monotonic() - begun < 5
+    threading.Timer(0.1, going.set).start()
+    assert fetch(memory, range(100))[1] == 30
+    assert memory.counts["preloaded_tokens"] == 30
+    assert memory.counts["tier_hits"] == 0
+    assert len(memory) == 1
+
+
+def test_what_cannot_be_restored_ahead_is_asked_for_as_ever() -> None:
+    """Too large, too short, nothing there, an error: in no case does a request see any of it."""
+
+    failures = [OSError("the disk is gone")]
+
+    def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    for tier, most in (
+        (Tier(30), 50),
+        (Tier(3), 1 << 40),
+        (Tier(0), 1 << 40),
+        (Tier(30, restore=fail_once), 1 << 40),
+    ):
+        memory = PromptMemory(max_bytes=most, tier=tier)
+        memory.preload(KEY)
+        assert memory._preload is not None
+        memory._preload._thread.join(10)
+        assert fetch(memory, range(500, 600))[1] == (30 if tier.held == 30 else 0)
+        assert memory.counts["preloaded_tokens"] == 0
+    assert not failures
+    PromptMemory().preload(KEY)  # without a tier there is nothing to do

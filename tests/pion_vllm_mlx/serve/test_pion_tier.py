@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,13 @@ def kept(folder: Path, store: LocalServer, **options: Any) -> Iterator[Questions
         memory.close()
 
 
+def wait_until(fact: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not fact():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_turn_goes_on_after_a_restart(
     folders: dict[str, Path], store: LocalServer, family: str
@@ -92,6 +99,38 @@ def test_the_next_turn_goes_on_after_a_restart(
             again = after.chat([dict(m) for m in messages])
             assert again.tokens == expected.tokens
             assert again.cached >= found.cached
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_conversation_is_there_before_it_is_asked_for(
+    folders: dict[str, Path], store: LocalServer, family: str
+) -> None:
+    """The one stored last of two, and its longest end; after a SIGKILL of the server, too."""
+    turns = [[SYSTEM, user(200, 330)]]
+    with kept(folders[family], store) as before:
+        before.chat([SYSTEM, user(500, 600)])
+        for start in (340, 420):
+            answer = before.chat([dict(m) for m in turns[-1]])
+            turns.append([*turns[-1], said(answer.tokens), user(start, start + 75)])
+    with serving(folders[family]) as cold:
+        expected = cold.chat([dict(m) for m in turns[-1]])
+    store.kill()
+    store.start()
+    with kept(folders[family], store) as after:
+        provider = after.generator.model_provider
+        wait_until(lambda: provider.model is not None)
+        after.memory.attach(provider.model_key, provider)
+        after.memory.preload(provider.model_key)
+        found = after.chat([dict(m) for m in turns[-1]])
+        assert found.tokens == expected.tokens
+        assert after.memory.counts["preloaded_tokens"] > 200 + 132 + 77 - BLOCK
+        assert after.memory.counts["preloaded_tokens"] - found.cached < BLOCK
+        assert after.memory.counts["tier_hits"] == 0
+        # It is known for what it is: of what follows only the new rows are stored.
+        assert after.memory.tier.flush(30)
+        figures = after.memory.tier.figures()
+        assert figures["stores"]
+        assert figures["bytes_stored"] < figures["bytes_fetched"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
