@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,7 +62,10 @@ class Turn:
     answer: str
     prompt: int
     cached: int
+    generated: int
+    #: From the request to the first token, and to the last.
     first_seconds: float
+    last_seconds: float
 
     @property
     def computed(self) -> int:
@@ -87,31 +90,24 @@ def first_messages(question: str = _QUESTIONS[0]) -> list[Message]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
-def play(port: int, turns: int, start: Sequence[Turn] = ()) -> Iterator[Turn]:
-    """A session of `turns` turns, or the rest of one whose first turns were played elsewhere."""
-    done = list(start)
-    while len(done) < turns:
-        last = done[-1] if done else None
-        messages = (
-            first_messages()
-            if last is None
-            else requests_after(last.answer, last.messages, len(done))
-        )
-        done.append(ask(port, messages))
-        yield done[-1]
+def next_messages(done: Sequence[Turn]) -> list[Message]:
+    """What is asked after these turns."""
+    if not done:
+        return first_messages()
+    return requests_after(done[-1].answer, done[-1].messages, len(done))
 
 
-def ask(port: int, messages: Sequence[Message]) -> Turn:
+def ask(port: int, messages: Sequence[Message], tokens: int = ANSWER) -> Turn:
     """Put one streaming request to the server on `port`; raises OSError if it gives no answer."""
     body = {
         "messages": list(messages),
-        "max_tokens": ANSWER,
+        "max_tokens": tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_WAIT)
     started = time.perf_counter()
-    first, text, usage = None, "", None
+    first, last, text, usage = None, 0.0, "", None
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
         response = connection.getresponse()
@@ -123,11 +119,13 @@ def ask(port: int, messages: Sequence[Message]) -> Turn:
             chunk = json.loads(line.removeprefix(b"data: "))
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
-                first = first if first is not None else time.perf_counter() - started
+                last = time.perf_counter() - started
+                first = last if first is None else first
                 text += choice["delta"].get("content") or ""
     finally:
         connection.close()
     if usage is None or first is None:
         raise OSError("the answer has no end")
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Turn(tuple(messages), text, usage["prompt_tokens"], cached, first)
+    counts = (usage["prompt_tokens"], cached, usage["completion_tokens"])
+    return Turn(tuple(messages), text, *counts, first, last)
