@@ -231,7 +231,10 @@ def _findings(
             _memory_table(memory),
         ],
         bars=[
-            *(Bar(f"answers are a cold server's, {n}", same_answers(s), 1.0) for n, s in models),
+            *(
+                Bar(f"answers are a cold server's, {n}", float(same_answers(s)), 1.0)
+                for n, s in models
+            ),
             *(
                 Bar(
                     f"tokens beyond the new turn after a restart, spared of 128, {name}",
@@ -243,7 +246,7 @@ def _findings(
             *(
                 Bar(
                     f"system prompt of a second session, minus tokens computed again, {name}",
-                    -float(computed_again(session, "ours")),
+                    0.0 - computed_again(session, "ours"),
                     0.0,
                 )
                 for name, session in models

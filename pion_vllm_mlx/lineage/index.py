@@ -32,8 +32,9 @@ from pion_vllm_mlx.lineage.fetching import fetch_match
 from pion_vllm_mlx.lineage.filling import write_draft
 from pion_vllm_mlx.lineage.known import UNKNOWN, Known
 from pion_vllm_mlx.lineage.latest import latest_ids
-from pion_vllm_mlx.lineage.match import Asked, Mark, Match
-from pion_vllm_mlx.lineage.search import get_manifest, search, segment_in
+from pion_vllm_mlx.lineage.match import Asked, Match
+from pion_vllm_mlx.lineage.search import search
+from pion_vllm_mlx.lineage.tails import before_tail, tail_start
 from pion_vllm_mlx.namespace import model_fingerprint
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.rates import Rates
@@ -47,8 +48,6 @@ from pion_vllm_mlx.transport.local import LocalLane, NotLent
 PREFILL_STEP: Final = 512
 #: Tokens between two checkpoints of a long prefill of a stateful model.
 CHECKPOINT_STEP: Final = 1024
-#: Tokens that are stored once more, at most, to keep a few after a block end.
-_TAIL: Final = 4 * BLOCK
 #: What `store` answers, and the counter each is added to.
 OUTCOMES: Final = {
     "stored": "stores",
@@ -271,7 +270,7 @@ class Lineage:
             tokens = len(asked.ids)
             begun = self._known.last(asked, tokens if start is None else min(start, tokens))
             if tokens - begun[0] < BLOCK and not self.stateful and tokens % BLOCK:
-                begun = self._before_tail(asked)
+                begun = before_tail(self._known, asked)
             if tokens - begun[0] < BLOCK or (self.stateful and tokens % BLOCK):
                 return None
             try:
@@ -331,7 +330,7 @@ class Lineage:
         if self.stateful:
             start = capture.start
         elif capture.tokens - start < BLOCK:
-            free = self._tail_start(capture, patience) if match.tokens < capture.tokens else None
+            free = tail_start(lane, capture, patience) if match.tokens < capture.tokens else None
             if free is None:
                 return "known"
             start = free
@@ -349,28 +348,6 @@ class Lineage:
                 return "busy"
             self._tally.add("bytes_stored", draft.nbytes)
         return "stored" if drafts else "known"
-
-    def _before_tail(self, asked: Asked) -> tuple[int, Mark]:
-        """Where to begin so that tokens after the last block end, too few to have a name of their
-        own, are kept once more with blocks before them; their end if nothing is known of those."""
-        end = floor_block(len(asked.ids))
-        for start in range(max(0, end - _TAIL), end, BLOCK):
-            begun = self._known.last(asked, start)
-            if begun[0] == start:
-                return begun
-        return end, Mark("", "")
-
-    def _tail_start(self, capture: Capture, patience: Patience) -> int | None:
-        """The last place before a tail whose name is free; None where there is none.
-
-        Whatever has such a name may be a longer branch, and is worth more than a few tokens.
-        """
-        end = floor_block(capture.tokens)
-        starts = range(end - BLOCK, max(capture.start, end - _TAIL) - 1, -BLOCK)
-        names = [capture.asked.segment_at(start) for start in starts]
-        replies = self._store_lane.exchange([get_manifest(name) for name in names], patience)
-        found = zip(starts, map(segment_in, replies), strict=True)
-        return next((start for start, segment in found if segment is None), None)
 
     # --- keeping -----------------------------------------------------------------------------
 
