@@ -35,7 +35,8 @@ def reproduce(name: str, doc: str | None, design_model: str | None = None) -> No
 
 
 def reproduce_bench(name: str) -> NoReturn:
-    """Run the benchmark `name`, which prints its own table."""
+    """Run the benchmark `name`, which prints its own table; it takes no flags but `--help`."""
+    _parser(sys.modules["__main__"].__doc__).parse_args()
     from pion_vllm_mlx.blas import preload_blas
 
     preload_blas()
@@ -47,9 +48,13 @@ def reproduce_bench(name: str) -> NoReturn:
 
 
 def _parse(doc: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _parser(doc)
     parser.add_argument("--model", help="for mlx_lm.load")
     parser.add_argument("--fraction", type=float, default=1.0, help="part of the full run")
     return parser.parse_args()
+
+
+def _parser(doc: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )

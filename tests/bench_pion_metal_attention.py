@@ -5,9 +5,7 @@ Runs `python -m evals.bench attend`, whose docstring says what to expect.
 
 from __future__ import annotations
 
-import sys
-
-from evals.bench.__main__ import main
+from evals.reproduce import reproduce_bench
 
 if __name__ == "__main__":
-    sys.exit(main(["attend"]))
+    reproduce_bench("attend")
