@@ -3,6 +3,9 @@
 Every run leaves a new JSON file in the output folder, never over an older one. ``report.md`` and
 the plots beside it are made from the newest file of each eval there, so they can always be made
 again: ``python -m evals report --out FOLDER``.
+
+Evals whose results do not depend on time say so (``TIMED = False``). With ``--processes 2`` they
+come first, two at once, and what is timed has the machine to itself afterwards.
 """
 
 from __future__ import annotations
@@ -10,48 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import evals.tables
-from evals.provenance import RESULTS, describe_in_words, describe_machine, save_result
+from evals.provenance import RESULTS
 from evals.publish import publish
 from evals.registry import load_module, module_names, title_of
 from evals.report import write_report
+from evals.running import run_evals
 from evals.setting import SEED, Setting
+from pion_vllm_mlx.blas import preload_blas
 
 _WORDS = ("all", "report", "publish")
-
-
-def run_eval(name: str, setting: Setting, folder: Path) -> bool:
-    """Run one eval and save what it found; False if it failed or missed a bar that decides."""
-    machine = describe_machine()
-    started = time.perf_counter()
-    try:
-        module = load_module(evals.tables, name)
-        print(f"\n== {name}: {title_of(module)}", flush=True)
-        findings = module.run(setting)
-        path = save_result(
-            f"eval-{name}",
-            machine,
-            findings.as_document(),
-            folder,
-            title=title_of(module),
-            model=findings.model or setting.model_name,
-            fraction=setting.fraction,
-            seed=setting.seed,
-            seconds=round(time.perf_counter() - started, 1),
-        )
-    except Exception:
-        traceback.print_exc()
-        return False
-    print(f"-- {time.perf_counter() - started:.1f} s, {describe_in_words(machine)}")
-    print(f"-- {os.path.relpath(path)}", flush=True)
-    for bar in findings.failures():
-        print(f"-- MISSED: {bar.what}: {bar.measured} is less than {bar.least}", file=sys.stderr)
-    return not findings.failures()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [name for name in options.names if name != "report"]
     if "all" in names or not options.names:
         names = known
-    failed = [name for name in names if not run_eval(name, setting, folder)]
+    failed = run_evals(names, setting, folder, options.processes)
     print(f"\n{os.path.relpath(write_report(folder))}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -98,11 +72,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="F",
         help="part of the full run, above 0 to 1 (default: %(default)s)",
     )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="evals at once of those that are not timed (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="default: %(default)s")
     parser.add_argument(
         "--out", default=str(RESULTS), metavar="FOLDER", help="default: evals/results"
     )
     options = parser.parse_args(argv)
+    if options.processes < 1:
+        parser.error("--processes is 1 or more")
     if not 0 < options.fraction <= 1:
         parser.error("--fraction is above 0 and at most 1")
     if unknown := [name for name in options.names if name not in (*known, *_WORDS)]:
@@ -111,8 +94,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    from pion_vllm_mlx.blas import preload_blas
-
     preload_blas()
     status = main()
     # MLX's CPU build may abort while the interpreter exits; everything is written.

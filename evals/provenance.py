@@ -45,6 +45,16 @@ def describe_in_words(machine: Mapping[str, Any]) -> str:
     )
 
 
+def command_line() -> str:
+    """How this process was called, without where on this machine folders lie."""
+    return " ".join(["python", *map(_without_folder, sys.orig_argv[1:])])
+
+
+def _without_folder(word: str) -> str:
+    flag, equals, value = word.rpartition("=") if word.startswith("-") else ("", "", word)
+    return f"{flag}{equals}{Path(value).name if value.startswith('/') else value}"
+
+
 def save_result(
     name: str,
     machine: Mapping[str, Any],
@@ -58,7 +68,13 @@ def save_result(
     """
     folder.mkdir(parents=True, exist_ok=True)
     stamp = str(machine["time"]).replace(":", "").replace("-", "")
-    document = {"name": name, "command": _command(), "machine": machine, **facts, "result": result}
+    document = {
+        "name": name,
+        "command": command_line(),
+        "machine": machine,
+        **facts,
+        "result": result,
+    }
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     for number in range(1000):
         path = folder / f"{name}-{stamp}{f'-{number}' if number else ''}.json"
@@ -69,12 +85,6 @@ def save_result(
             continue
         return path
     raise FileExistsError(f"a thousand results named {name}-{stamp}")
-
-
-def _command() -> str:
-    """The command line, without where on this machine folders lie."""
-    words = (Path(word).name if word.startswith("/") else word for word in sys.orig_argv[1:])
-    return " ".join(["python", *words])
 
 
 def _blas_name() -> str | None:

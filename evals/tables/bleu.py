@@ -31,6 +31,9 @@ from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.local_server import LocalServer
 from pion_vllm_mlx.tier import NAMED
 
+#: Nothing here is timed: it may run beside others.
+TIMED: Final = False
+
 TOKENS: Final = 50
 LEAST_TOKENS: Final = 12
 PROTECTED: Final = 2

@@ -23,6 +23,9 @@ from evals.digits import EXACT, GROUPS_64, STORED, SYMMETRIC, measure_digits
 from evals.findings import NOT_MEASURED, Bar, Findings, Plot, Quoted, Table
 from evals.setting import Setting
 
+#: Speed is processor time: it may run beside others.
+TIMED: Final = False
+
 TOKENS: Final = 512
 #: Prefixes with digits, and numbers in each.
 PREFIXES: Final = 5

@@ -27,6 +27,9 @@ from evals.speaking import speak
 from evals.texts import read_long_text
 from pion_vllm_mlx import PionPromptCache
 
+#: Times of a random model are not reported: it may run beside others.
+TIMED: Final = False
+
 RANDOM_MODEL: Final = "a random qwen3_5 of Qwen3.5-4B's layer pattern, float32"
 LENGTHS: Final = (174, 2048, 4096, 8192)
 TOKENS: Final = 18

@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[2]
 def test_an_eval_ends_with_a_result_a_report_and_its_deciding_bars_held(
     name: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "evals", name, "--fraction", "0.05", "--out", str(tmp_path)]
+    flags = ["--fraction", "0.05", "--processes", "2", "--out", str(tmp_path)]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "evals", name, *flags],
         cwd=ROOT,
         env=os.environ | child_environment(),
         capture_output=True,
@@ -40,5 +40,7 @@ def test_an_eval_ends_with_a_result_a_report_and_its_deciding_bars_held(
     (path,) = tmp_path.glob(f"eval-{name}-*.json")
     document = json.loads(path.read_text())
     assert document["fraction"] == 0.05
+    told = f"python -m evals {name} --fraction 0.05 --processes 2 --out {tmp_path.name}"
+    assert document["command"] == told
     assert document["result"]["figures"]
     assert f"## {name}:" in (tmp_path / "report.md").read_text()

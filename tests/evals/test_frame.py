@@ -11,11 +11,12 @@ import pytest
 
 import evals.bench
 import evals.tables
-from evals.__main__ import main, run_eval
+from evals.__main__ import main
 from evals.findings import Bar, Findings, Plot, Quoted, Table
 from evals.provenance import describe_machine, save_result
 from evals.registry import load_module, module_names, title_of
 from evals.report import newest_results, write_report
+from evals.running import run_eval
 from evals.setting import Setting
 from evals.texts import DATA, read_long_text, read_prompts, read_queries
 
@@ -45,7 +46,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
     module: Any = types.ModuleType("fake", "A fake eval.\n\nMore.")
     module.run = run
-    monkeypatch.setattr("evals.__main__.load_module", lambda package, name: module)
+    monkeypatch.setattr("evals.running.load_module", lambda package, name: module)
     return fake
 
 
@@ -89,6 +90,18 @@ def test_a_run_leaves_json_with_its_environment_then_a_report(
         assert text in report
     assert (tmp_path / "bleu-lines.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "bleu-words.png").stat().st_size > 5000
+
+
+def test_a_command_is_told_without_folders_of_this_machine(
+    fake: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["/usr/bin/python3", "-m", "evals", "bleu", "--out", "/home/me/full", "--seed=/x/7"]
+    monkeypatch.setattr("sys.orig_argv", words)
+    fake.findings = Findings(figures={}, model="a random model")
+    assert run_eval("bleu", Setting(), tmp_path)
+    (document,) = newest_results(tmp_path)
+    assert document["command"] == "python -m evals bleu --out full --seed=7"
+    assert document["model"] == "a random model"
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
