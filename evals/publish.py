@@ -73,6 +73,8 @@ def publish(folder: Path) -> list[Path]:
             for old in PUBLISHED.glob(f"{name}-*.json"):
                 old.unlink()
             shutil.copy(paths[-1], PUBLISHED)
+    for old in PUBLISHED.glob("*.png"):
+        old.unlink()  # of a plot that may have another name now
     for document in _documents(PUBLISHED):
         for plot in document["result"]["plots"]:
             draw_plot(plot, subtitle(document), PUBLISHED / plot_file(document, plot))
