@@ -168,6 +168,21 @@ def test_prefixes_of_every_worker_are_stored_and_read_by_one_client(four: Server
             assert store.owner(name) is None
 
 
+def test_a_commit_reaches_every_worker(four: Server) -> None:
+    def asked() -> list[int]:
+        infos = [at(four, number).call("INFO", "stats").decode() for number in range(4)]
+        return [int(info.split("total_commands_processed:")[1].split()[0]) for info in infos]
+
+    before, alone = asked(), asked()
+    with PionStore(port=four.port) as store:
+        store.commit()
+    # Looking is a command itself; a commit is two, and the first of them asked who there is.
+    own = [late - early for early, late in zip(before, alone, strict=True)]
+    more = [late - early for early, late in zip(alone, asked(), strict=True)]
+    assert own == [1] * 4
+    assert sorted(more) == [3, 3, 3, 4]
+
+
 def test_without_auto_redirect_a_real_worker_names_the_owner(four: Server) -> None:
     names = [f"named|{number}" for number in range(4)]
     for number, name in enumerate(names):

@@ -156,8 +156,12 @@ class PionStore:
         return {name: int(value) for name, _, value in (s.partition(":") for s in lines) if value}
 
     def commit(self) -> None:
-        """Have everything acknowledged so far survive a power loss too."""
-        self._ask("KV.PREFIX.COMMIT")
+        """Have everything acknowledged so far survive a power loss too, whichever worker has it."""
+        commands = [Command.of("KV.PREFIX.COMMIT")]
+        for worker in self._lane.workers(self._patience):
+            (reply,) = self._lane.exchange_at(worker, commands, self._patience)
+            if isinstance(reply, ServerError):
+                raise reply
 
     def _ask(self, *words: Argument, place: Place | None = None) -> Reply:
         (reply,) = self._lane.exchange([Command(words, place)], self._patience)

@@ -92,10 +92,12 @@ class Server:
 
     def workers(self) -> list[Worker]:
         """Its workers' numbers, for `worker=`; None alone where one process is all of it."""
-        info = self.figures("KV.PREFIX.INFO")
-        if info.get("directory_enabled") != "1":
-            return [None]
-        return list(range(int(info["directory_workers"])))
+        try:
+            return self.lane.workers(Patience(first_byte=ANSWER))
+        except ServerError as error:
+            raise Failed(f"the server says: {error}") from error
+        except TransportError as error:
+            raise Failed(f"no answer from {self.name}: {error}") from error
 
     def ask(
         self, *words: str | bytes | int, patience: float = ANSWER, worker: Worker = None
@@ -112,8 +114,6 @@ class Server:
         """A pipeline's replies, error replies among them; from a worker, or who is concerned."""
         waiting = Patience(first_byte=patience, total=4 * LONG)
         try:
-            if worker is None:
-                return self.lane.exchange(commands, waiting)
             return self.lane.exchange_at(worker, commands, waiting)
         except TransportError as error:
             raise Failed(f"no answer from {self.name}: {error}") from error

@@ -152,10 +152,23 @@ class Endpoint:
         bound = () if retry else commands
         return self._guarded(lambda: self._attempt(commands, patience, retry), bound)
 
+    def workers(self, patience: Patience) -> list[Worker]:
+        """The server's workers, for `exchange_at`; None alone where one process is all of it.
+
+        Raises ServerError where the server does not tell.
+        """
+        (info,) = self.exchange([_WHO], patience)
+        if isinstance(info, ServerError):
+            raise info
+        found = _figures(info)
+        return list(range(found["directory_workers"])) if found["directory_enabled"] else [None]
+
     def exchange_at(
-        self, worker: int, commands: Sequence[Command], patience: Patience
+        self, worker: Worker, commands: Sequence[Command], patience: Patience
     ) -> list[Reply]:
         """The same with this worker alone, whatever the commands are about."""
+        if worker is None:
+            return self.exchange(commands, patience)
 
         def ask() -> list[Reply]:
             (info,) = self._ask(worker, [_WHO], patience, True)
@@ -293,10 +306,20 @@ class Endpoint:
         return f"pion-server {self.host}:{self.port}"
 
 
+def _figures(info: Reply) -> dict[str, int]:
+    """What a KV.PREFIX.INFO says of workers; of a server that says nothing, that it is alone."""
+    found = {"directory_enabled": 0, "my_worker_id": 0, "directory_workers": 1}
+    for line in bytes(info).splitlines() if isinstance(info, bytes | bytearray) else []:
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        if name in found and value.isdecimal():
+            found[name] = int(value)
+    return found
+
+
 def _is_of(worker: int, info: Reply) -> bool:
     """Whether a KV.PREFIX.INFO is a worker's own."""
-    lines = bytes(info).splitlines() if isinstance(info, bytes | bytearray) else []
-    return b"my_worker_id:%d" % worker in lines and b"directory_enabled:1" in lines
+    found = _figures(info)
+    return found["my_worker_id"] == worker and bool(found["directory_enabled"])
 
 
 def _checked(replies: list[Reply]) -> list[Reply]:
