@@ -153,7 +153,8 @@ def owner(ctx: Context, args: Args) -> str:
     """
     ns = arguments.name(args[0])
     if not ctx.state.vstore.holds(ns):
-        found = None if ctx.state.homes is None else ctx.state.homes.elsewhere(ns)
+        # Others are told of names that have state or an open fill alone, so it is told here, too.
+        found = None if ctx.state.homes is None else ctx.state.homes.find(ns)
         if found is None:
             return "-1"
         return f"{found[0]} {found[1].digest}" if found[1].digest else str(found[0])

@@ -65,6 +65,11 @@ class Homes:
         found = self._names.find(key)
         return None if found is None or found[0] == self.worker else found
 
+    def find(self, name: bytes) -> tuple[int, Entry] | None:
+        """The worker that holds it, this one included, and what the others are told of it."""
+        told = self._told.get(key_of(name))
+        return self.elsewhere(name) if told is None else (self.worker, told[0])
+
     def require(self, command: str, names: Iterable[bytes]) -> None:
         """Raises Elsewhere if one of them lives on another worker."""
         for name in names:

@@ -141,7 +141,11 @@ def test_manifests_fills_and_state_make_a_name_known_and_their_end_forgotten(
     gen = zero.call("KV.PREFIX.META", "pure", "BEGIN")
     assert zero.call("SSM.PREFIX.STORE", "pure", 0, b"state", "GEN", gen) == "OK"
     assert zero.call("KV.PREFIX.META", "pure", "SET", gen, b"manifest") == "OK"
-    assert one.call("KV.PREFIX.OWNER", "pure") == "0"
+    assert one.call("KV.PREFIX.OWNER", "pure") == zero.call("KV.PREFIX.OWNER", "pure") == "0"
+    assert one.call("SSM.PREFIX.STORE", "state alone", 0, b"state") == "OK"
+    assert [client.call("KV.PREFIX.OWNER", "state alone") for client in (zero, one)] == ["1", "1"]
+    assert one.call("SSM.PREFIX.DROP", "state alone") == "OK"
+    assert [client.call("KV.PREFIX.OWNER", "state alone") for client in (zero, one)] == ["-1"] * 2
     assert one.error("SSM.PREFIX.FETCH", "pure", 0).endswith("lives on worker 0")
     assert zero.call("KV.PREFIX.DROP", "pure") == 1
     assert one.call("KV.PREFIX.OWNER", "pure") == "-1"
