@@ -242,6 +242,11 @@ class TieredPrefixCache:
         """A prefill has stopped where it can be resumed."""
         self.memory.insert_cache(self.key, tokens, cache, cache_type=BLOCK)
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """So many tokens were computed in so many seconds."""
+        if self.memory.tier is not None:
+            self.memory.tier.note_prefill(tokens, seconds)
+
     def leave_tier(self, reason: str) -> None:
         """From now on in memory only."""
         if self.memory.tier is not None:

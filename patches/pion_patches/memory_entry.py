@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -67,9 +68,9 @@ class Entry:
         """Bytes of the rows and of every state."""
         return self.row_bytes + sum(states.nbytes for states in self.states.values())
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
-        """Bytes of the rows; what is kept as state counts with the states."""
+        """Bytes of the rows, which never change; what is kept as state counts with the states."""
         return sum(
             a.nbytes for leaf in leaves_of(self.cache) if has_rows(leaf) for a in arrays_of(leaf)
         )

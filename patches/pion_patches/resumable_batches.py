@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from .checkpoints import cut_segments
 from .engine_cache import TieredPrefixCache, cache_of
 from .even_batches import EvenBatchGenerator
+
+#: Prompt tokens computed in a step below which its time says little about the model's speed.
+_MEASURED: Final = 64
 
 log = logging.getLogger("pion_patches")
 
@@ -68,14 +71,26 @@ class ResumableBatchGenerator(EvenBatchGenerator):
             return [prompt]
 
     def _next(self) -> Any:
+        before = self._computed()
         prompts, answers = super()._next()
         cache = self._cache
-        if cache is not None and cache.is_stateful(self.model):
+        if cache is not None:
             try:
-                self._keep(cache, prompts, answers)
+                tokens, seconds = self._computed()
+                if tokens - before[0] >= _MEASURED:
+                    cache.note_prefill(tokens - before[0], seconds - before[1])
+                if cache.is_stateful(self.model):
+                    self._keep(cache, prompts, answers)
             except Exception as error:
                 log.warning("what was computed is not kept: %r", error)
         return prompts, answers
+
+    def _computed(self) -> tuple[int, float]:
+        """Tokens of prompts computed so far, and the seconds that took."""
+        here: Any = self
+        if not hasattr(here, "_counters"):  # before mlx-lm 0.32
+            return here._prompt_tokens_counter, here._prompt_time_counter
+        return here._counters.prompt_tokens, here._counters.prompt_time
 
     def _keep(self, cache: TieredPrefixCache, prompts: list[Any], answers: list[Any]) -> None:
         ended = [part.uid for part in prompts if part.end_of_segment and not part.end_of_prompt]

@@ -72,6 +72,9 @@ class SecondTier(Protocol):
         `cache` holds exactly `tokens` and is not the tier's to change.
         """
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """So many tokens were computed in so many seconds: restoring has to be faster."""
+
     def close(self) -> None:
         """Finish what was taken, then let go."""
 

@@ -180,6 +180,20 @@ def test_a_cache_fetched_in_one_thread_is_computed_with_in_another() -> None:
     mx.eval(list(arrays_of(cache)))
 
 
+def test_no_conversation_shows_in_another() -> None:
+    """G01, G05: sixteen with a word of their own, room for two, then fresh ones two at a time."""
+    engine = Engine("llama", config=MemoryCacheConfig(max_entries=2, min_prefix_tokens=1))
+    kept = [[number + 10, *WORDS[: 20 + number], number + 100] for number in range(16)]
+    assert all(cached == 0 for _, cached in engine.ask(*kept))
+    assert len(engine.cache) == 2
+    for turn in range(0, 10, 2):
+        fresh = [[*WORDS[300 + n : 340 + n], n + 10] for n in (turn, turn + 1)]
+        answers = engine.ask(*fresh)
+        assert [answer for answer, _ in answers] == [cold("llama", prompt) for prompt in fresh]
+        # A word or two at the beginning may be the same by chance.
+        assert max(cached for _, cached in answers) <= 2
+
+
 def test_short_prompts_are_left_alone_as_vllm_mlx_is_told_to() -> None:
     engine = Engine("llama", config=MemoryCacheConfig(min_prefix_tokens=64))
     engine.ask(WORDS[:60])
@@ -196,6 +210,7 @@ def test_what_the_tier_holds_is_restored_where_it_gains() -> None:
     prompt = WORDS[:100]
     assert engine.ask(prompt) == [(cold("llama", prompt), 64)]
     assert tier.stored == [100 + 6]
+    assert tier.prefills == []
     figures = engine.cache.get_stats()
     assert (figures["tier_hits"], figures["tier_tokens"], figures["hits"]) == (1, 64, 1)
     assert figures["entry_count"] == len(engine.cache) > 0
@@ -211,6 +226,7 @@ class ModelTier(Tier):
         super().__init__(held)
         self.model = model
         self.gone: list[Any] = []
+        self.prefills: list[tuple[int, float]] = []
 
     def restore(self, offer: Any) -> list[Any]:
         cache: list[Any] = self.model.make_cache()
@@ -220,6 +236,20 @@ class ModelTier(Tier):
 
     def detach(self, model_key: Any) -> None:
         self.gone.append(model_key)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        self.prefills.append((tokens, seconds))
+
+
+def test_the_tier_is_told_how_fast_the_model_computes() -> None:
+    """Else a restore that is slower than computing could not be told from one that is not."""
+    tier = ModelTier(None, held=0)
+    engine = Engine("llama", tier=tier)
+    engine.ask(WORDS[:200])
+    engine.ask(WORDS[:210])
+    ((tokens, seconds),) = tier.prefills
+    assert tokens == 199
+    assert 0 < seconds < 60
 
 
 def _fail(*_: Any, **__: Any) -> Any:

@@ -256,6 +256,9 @@ class Tier:
     def detach(self, model_key: Any) -> None:
         """Nothing is held of a model."""
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Nothing is slower than this tier."""
+
     def find(self, model_key: Any, tokens: Sequence[int]) -> Held:
         self.asked.append(len(tokens))
         if self._find is not None:
