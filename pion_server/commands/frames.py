@@ -100,8 +100,11 @@ def find_home(ctx: Context, body: Buffer) -> bytes:
     An ERROR cannot say that a session lives on another worker: who got one asks here. What nobody
     holds is this worker's as far as anybody knows.
     """
+    sid = bytes(sid_first(body))
+    if len(body) != _U16.size + len(sid):
+        raise Unparsable("the body is longer than its sid")
     here, homes = ctx.state.worker_id, ctx.state.homes
-    found = None if homes is None else homes.elsewhere(bytes(sid_first(body)), "ATTEND")
+    found = None if homes is None else homes.elsewhere(sid, "ATTEND")
     return _HOME.pack(here if found is None else found[0], here, ctx.state.config.workers)
 
 

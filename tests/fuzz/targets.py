@@ -19,9 +19,10 @@ from typing import Any, Final, TypeAlias
 import hiredis
 
 from pion_server.commands.dispatch import Dispatcher
+from pion_server.commands.frames import FRAMES
 from pion_server.commands.registry import COMMANDS
 from pion_server.config import parse
-from pion_server.errors import DamagedEntry
+from pion_server.errors import CommandError, DamagedEntry
 from pion_server.payload import Chunk, FileSpan, Payload
 from pion_server.state import open_state
 from pion_server.store.files import StoreFile
@@ -29,7 +30,7 @@ from pion_server.store.log import ForeignFile, RecordLog
 from pion_server.store.opening import VSTORE_KIND
 from pion_server.store.reading import LogReader
 from pion_server.wire import auth
-from pion_server.wire.binary import FrameParser
+from pion_server.wire.binary import Frame, FrameParser
 from pion_server.wire.connection import Connection
 from pion_server.wire.inline import UnbalancedQuotes, split_inline
 from pion_server.wire.lane import Parser
@@ -38,7 +39,7 @@ from pion_server.wire.resp import SCRATCH, Limits, ProtocolError, RequestParser
 from pion_vllm_mlx.manifest import KIND, VERSION, ManifestError, read_manifest, write_manifest
 from pion_vllm_mlx.manifest_fields import LARGEST, seal
 from tests.fuzz.edits import edited
-from tests.pion_server.access_samples import words_for
+from tests.pion_server.access_samples import body_for, words_for
 from tests.pion_vllm_mlx.test_manifest import EXAMPLE
 
 Target: TypeAlias = Callable[[bytes], None]
@@ -128,6 +129,15 @@ class _Session:
         if reply is not NO_REPLY:
             _check_reply(reply, connection.protocol)
 
+    def ask_frame(self, connection: Connection, frame: Frame) -> None:
+        """One frame: bytes, nothing, or a refusal."""
+        reply = self.dispatcher.execute_frame(connection, frame)
+        if isinstance(reply, CoroutineType):
+            coming: Coroutine[Any, Any, object] = reply
+            reply = self._loop.run_until_complete(coming)
+        assert reply is None or isinstance(reply, bytes | memoryview | CommandError), (frame, reply)
+        assert not str(reply).startswith("ERR internal error"), (frame, reply)
+
 
 def _check_reply(reply: object, protocol: int) -> None:
     reader = hiredis.Reader()
@@ -194,6 +204,25 @@ def commands(data: bytes) -> None:
     session.dispatcher.disconnected(connection)
 
 
+def frame_bodies(data: bytes) -> None:
+    """Any frame with a spoilt body, from a tenant: bytes or a refusal, no internal error.
+
+    The first byte says which frame, the second how much of the rest are edits of a good body.
+    """
+    if len(data) < 2:
+        return
+    session = _session()
+    connection = session.connection(tenant=True)
+    codes = sorted(FRAMES)
+    code = codes[data[0] % len(codes)]
+    body = body_for(FRAMES[code].name, b"ns")
+    rest = data[2:]
+    edits = data[1] % (len(rest) + 1)
+    session.ask_frame(connection, Frame(code, edited(body, rest[:edits]) + rest[edits:]))
+    session.ask_frame(connection, Frame(data[1], rest))
+    session.dispatcher.disconnected(connection)
+
+
 def manifest(data: bytes) -> None:
     """Any bytes, and any JSON under the right checksum: a manifest or ManifestError."""
     body = write_manifest(EXAMPLE).partition(b"\n")[2]
@@ -244,6 +273,7 @@ TARGETS: Final[dict[str, Target]] = {
     "inline": inline,
     "login": login,
     "commands": commands,
+    "frame_bodies": frame_bodies,
     "manifest": manifest,
     "record_log": record_log,
 }
@@ -265,6 +295,7 @@ DICTIONARY: Final[dict[str, tuple[bytes, ...]]] = {
         ),
     ),
     "commands": (b"\0\0\0", b"-1", b"\xff\xff\x04\0", b"9223372036854775807", b"nan", b"0"),
+    "frame_bodies": (b"\0\0", b"\2\0", b"\xff\xff\xff\xff", b"\x20\0", b"ns_attn"),
     "manifest": (b"null", b"1e999", b"[[[[", b'{"', b"-1", b"\\ud800"),
     "record_log": (b"PION", b"\0\0\0\0"),
 }
