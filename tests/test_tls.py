@@ -20,7 +20,7 @@ from pion_server.config import parse
 from pion_server.flags import ConfigError
 from pion_vllm_mlx import PionPromptCache, cli
 from pion_vllm_mlx.transport import Command, Patience, Unavailable
-from pion_vllm_mlx.transport.binary import AUTH, PING, BinaryLane
+from pion_vllm_mlx.transport.binary import AUTH, PING, BinaryLane, Declined
 from pion_vllm_mlx.transport.endpoint import Endpoint
 from pion_vllm_mlx.transport.resp import RespConnection
 from pion_vllm_mlx.transport.tls import client_context
@@ -315,4 +315,16 @@ def test_workers_have_tls_ports_of_their_own(server: Callable[..., Server], pape
     commands = [Command.of("KV.PREFIX.PIN", "there"), Command.of("KV.PREFIX.OWNER", "there")]
     assert endpoint.exchange(commands, PATIENT) == [1, "1"]
     assert endpoint.exchange(commands, PATIENT) == [1, "1"]
+    assert endpoint.workers(PATIENT) == [0, 1]
+    for worker in (0, 1):
+        commands = [Command.of("KV.PREFIX.REGISTER", f"on {worker}", 32, "fp32")]
+        assert endpoint.exchange_at(worker, commands, PATIENT) == ["OK"]
     endpoint.close()
+    # Whichever worker the shared port leads to, one of the two lives on the other.
+    lane = BinaryLane("127.0.0.1", tls_port(running) + 1, connect_timeout=20, tls=context)
+    one = np.zeros((1, 1, 32), np.float32)
+    for worker in (0, 1, 0, 1):
+        with pytest.raises(Declined, match="answered 2"):  # there is no engine
+            lane.query_fused(b"on %d_attn" % worker, 0, one, one, one, b"\0", None, PATIENT)
+    assert len(lane._sockets) == 2
+    lane.close()
