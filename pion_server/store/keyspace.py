@@ -180,7 +180,12 @@ class Keyspace:
         for key in self._oldest():
             entry = self._entries.get(key)
             if entry is not None and entry.leased_until <= now and key not in self._writing:
-                yield Victim(entry.nbytes, partial(self._evict, key), partial(_records, entry))
+                yield Victim(entry.nbytes, partial(self._evict, key), partial(self._records, key))
+
+    def _records(self, key: bytes) -> set[Record]:
+        """Looked up when asked for: a victim that held on to them would keep their bytes alive."""
+        entry = self._entries.get(key)
+        return {one.record for one in entry.slices()} if entry is not None else set()
 
     def _oldest(self) -> Iterator[bytes]:
         """Keys, least recently used first; a store that is full asks at every write, for few."""
@@ -326,10 +331,6 @@ def _as_hash(data: Data) -> dict[bytes, Value]:
     if not isinstance(data, dict):
         raise TypeError("a record of fields belongs to no hash")
     return data
-
-
-def _records(entry: Entry) -> set[Record]:
-    return {one.record for one in entry.slices()}
 
 
 def _checked(change: Change) -> set[bytes]:

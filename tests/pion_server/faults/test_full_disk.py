@@ -172,6 +172,34 @@ def test_a_disk_full_of_our_own_data_makes_room_for_newer(
     print(f"\n8 MB of disk, 20 puts of 1 MB: {len(held)} held, {on_disk(server.directory)} bytes")
 
 
+@pytest.mark.parametrize("what", ["keys", "states"])
+def test_a_disk_full_of_other_data_makes_room_for_newer(
+    small_disk: Path, forged: Servers, what: str
+) -> None:
+    """CASES F02: values of 1 MB, which lie in the log and nowhere else; so does recurrent state."""
+    server = forged("--max-disk", "100mb", directory=small_disk / "data")
+    client = server.client()
+    ledgers = [Ledger(f"n{n}") for n in range(20)]
+    for number, ledger in enumerate(ledgers):
+        key = oracle.set_key(ledger.ns, "s0", values(number))
+        state = oracle.store_state(ledger.ns, 0, values(number))
+        assert put(client, ledger, [key if what == "keys" else state]) == "OK"
+    for _ in range(2):
+        held = [ledger for ledger in ledgers if observe(client, ledger.ns)]
+        assert 4 <= len(held) <= 8
+        assert held == ledgers[-len(held) :]
+        for ledger in held:
+            assert observe(client, ledger.ns) == ledger.image
+        server.kill()
+        assert check_directory(server.directory).problems == []
+        server.start()
+        client = server.client()
+    # A value that no disk of this size holds evicts nothing (F04).
+    huge = ("SET", "huge") if what == "keys" else ("SSM.PREFIX.STORE", "huge", 0)
+    assert client.error(*huge, bytes(9 * MB)).startswith("MISCONF")
+    assert [ledger for ledger in ledgers if observe(client, ledger.ns)] == held
+
+
 def test_a_blob_too_large_for_the_disk_evicts_nothing(small_disk: Path, forged: Servers) -> None:
     """CASES F04."""
     server = forged(directory=small_disk / "data")
