@@ -228,14 +228,17 @@ def test_prefixes_too_small_to_make_room_are_not_evicted_for_nothing(
         assert observe(client, ledger.ns) == ledger.image
 
 
-def test_a_disk_limit_holds_at_every_step(forged: Servers, memory_path: Path) -> None:
+@pytest.mark.parametrize("what", ["prefixes", "keys"])
+def test_a_disk_limit_holds_at_every_step(forged: Servers, memory_path: Path, what: str) -> None:
     """CASES F01: 8 MB for one model, 8 MB for another, a restart; `du` stays below the limit."""
     limit = 10 * MB
     server = forged("--max-disk", str(limit), directory=memory_path / "data")
     client = server.client()
     ledgers = [Ledger(f"{model}{n}") for model in "ab" for n in range(8)]
     for number, ledger in enumerate(ledgers):
-        assert put(client, ledger, megabyte(ledger.ns, number)) == "OK"
+        key = [oracle.set_key(ledger.ns, "s0", values(number))]
+        acts = key if what == "keys" else megabyte(ledger.ns, number)
+        assert put(client, ledger, acts) == "OK"
         assert on_disk(server.directory) <= limit
     for _ in range(2):
         held = [ledger for ledger in ledgers if observe(client, ledger.ns)]
@@ -250,7 +253,8 @@ def test_a_disk_limit_holds_at_every_step(forged: Servers, memory_path: Path) ->
         server.start()
         client = server.client()
     info = dict(line.split(b":") for line in client.call("KV.PREFIX.INFO").splitlines())
-    assert int(info[b"registered_prefixes"]) == len(held)
+    counted = client.call("DBSIZE") if what == "keys" else int(info[b"registered_prefixes"])
+    assert counted == len(held)
 
 
 def test_a_disk_limit_without_anything_to_evict_is_an_error(
