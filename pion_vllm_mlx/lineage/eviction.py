@@ -124,6 +124,10 @@ class Keeper:
         listed, _ = self._list()
         return sum(row.nbytes for row in listed)
 
+    def nodes(self) -> dict[bytes, Node]:
+        """The tree of all whole records; raises TransportError."""
+        return self._nodes(self._list()[0])
+
     def make_room(self, drafts: Sequence[Draft], ancestors: Iterable[bytes]) -> None:
         """Evict so that `drafts` fit; raises Oversize, having evicted nothing, TransportError."""
         if not drafts:

@@ -114,6 +114,11 @@ class LocalLane:
         username, password = endpoint.credentials
         return cls(endpoint, username=username, password=password, connect_timeout=connect_timeout)
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether files may come this way, as far as is known: the server may be on this machine."""
+        return not self._why_never and os.environ.get(OFF, "0") in ("", "0")
+
     def borrow(self, namespace: bytes, patience: Patience) -> tuple[Reply, Loan | None]:
         """What META GET answers, and the file of that prefix if there is one.
 

@@ -20,9 +20,12 @@ from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage import Lineage
 from pion_vllm_mlx.lineage import borrowing as borrowing_module
+from pion_vllm_mlx.lineage.eviction import Node
+from pion_vllm_mlx.lineage.preparing import used_last
 from pion_vllm_mlx.tier import Tier
+from pion_vllm_mlx.transport import Patience
 from pion_vllm_mlx.transport.endpoint import Endpoint
-from pion_vllm_mlx.transport.local import OFF, LocalLane
+from pion_vllm_mlx.transport.local import OFF, Loan, LocalLane
 from tests.pion_patches.zoo import build
 from tests.pion_vllm_mlx.conversation import PATIENT, ids_of, logits_of, take_turn
 from tests.pion_vllm_mlx.fake_peer import seconds_of
@@ -433,6 +436,79 @@ def test_two_tenants_of_the_server_are_lent_their_own(server: Callable[..., Serv
     theirs = bits_of(lend(second, THIRD))
     assert theirs != expected
     assert bits_of(lend(first, THIRD)) == expected
+
+
+def test_a_server_started_anew_lends_what_was_used_last_at_the_first_restore(
+    server: Callable[..., Server], tenant: str
+) -> None:
+    running = server()
+    talk(running, tenant=tenant)
+    running.kill()
+    running.restart()
+    index = index_of(running, tenant=tenant)
+    index.prepare(1 << 30)
+    await_files(running, [link.name for link in index.find(THIRD).links])
+    assert index.restore(index.find(THIRD)) is not None
+    assert index.stats()["hits_local"] == 1
+    assert index.stats()["not_lent"] == {}
+
+
+def await_files(server: Server, names: list[bytes]) -> None:
+    """Until all of them are made; asking for files does not have them made."""
+    lane = LocalLane.beside(Endpoint("127.0.0.1", server.port, connect_timeout=PATIENT), PATIENT)
+    ends = time.monotonic() + PATIENT
+    while None in (loans := lane.borrow_each(names, Patience(first_byte=PATIENT))):
+        assert time.monotonic() < ends
+        close_all(loans)
+        time.sleep(0.05)
+    close_all(loans)
+    lane.close()
+
+
+def close_all(loans: list[Loan | None]) -> None:
+    for loan in loans:
+        if loan is not None:
+            loan.close()
+
+
+def node(name: str, parent: str = "", nbytes: int = 10, unused: float = 0.0) -> Node:
+    return Node(name.encode(), nbytes, parent.encode(), name.startswith("t"), unused)
+
+
+def names_of(*nodes: Node, nbytes: int = 1000, most: int = 100) -> list[str]:
+    found = used_last({node.name: node for node in nodes}, nbytes, most)
+    return [name.decode() for name in found]
+
+
+def test_what_was_used_last_comes_first_and_never_without_what_it_hangs_on() -> None:
+    root, left, right = node("a", unused=9), node("b", "a", unused=2), node("c", "a", unused=1)
+    other, trace = node("x", unused=5), node("t", "a")
+    everything = (root, left, right, other, trace)
+    assert names_of(*everything) == ["a", "c", "b", "x"]
+    assert names_of(*everything, nbytes=25) == ["a", "c"]
+    assert names_of(*everything, most=3) == ["a", "c", "b"]
+    assert names_of(*everything, nbytes=15) == []
+    assert names_of() == []
+    # A record that hangs on itself, or on one that is gone, is no reason to go on for ever.
+    assert names_of(node("a", "a"), node("b", "gone")) == ["a", "b"]
+
+
+def test_a_server_elsewhere_is_asked_for_no_files(
+    shared: Server, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk(shared, tenant=tenant)
+    index = index_of(shared, tenant=tenant)
+    orders: list[Any] = []
+    monkeypatch.setattr(
+        "pion_vllm_mlx.lineage.index.order_files", lambda lane, names: orders.append(names)
+    )
+    monkeypatch.setenv(OFF, "1")
+    index.prepare(1 << 30)
+    Lineage(LLAMA, Endpoint("127.0.0.1", shared.port), timeout=PATIENT).prepare(1 << 30)
+    assert orders == []
+    monkeypatch.delenv(OFF)
+    index.prepare(1 << 30)
+    assert len(orders) == 1
 
 
 def test_a_server_without_a_socket_serves_over_tcp(
