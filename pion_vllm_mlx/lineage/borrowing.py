@@ -26,6 +26,7 @@ from pion_vllm_mlx.lineage.match import Link, Match
 from pion_vllm_mlx.lineage.records import Segment
 from pion_vllm_mlx.manifest_fields import Rows
 from pion_vllm_mlx.pieces import Landing
+from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.transport import Command, Patience
 from pion_vllm_mlx.transport.local import Loan, LocalLane, NotLent
 
@@ -39,9 +40,31 @@ _LONGEST_HEADER: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Unmade:
-    """Nothing came; these commands have the server make the files for the next time."""
+    """Nothing came; `commands` have the server make the files for the next time."""
 
+    local: LocalLane
     commands: tuple[Command, ...]
+
+    def order(self) -> None:
+        """Send them. Not before the rows were fetched: the two slow each other down."""
+        for command in self.commands:
+            self.local.tell(command)
+
+
+def try_to_borrow(
+    local: LocalLane | None, match: Match, patience: Patience, tally: Tally
+) -> CacheImage | Unmade | None:
+    """As `borrow_match`; None where files cannot be had, and why not is counted."""
+    if local is None:
+        return None
+    try:
+        found = borrow_match(local, match, patience)
+    except NotLent as reason:
+        tally.add_not_lent(reason.reason)
+        return None
+    if isinstance(found, Unmade):
+        tally.add_not_lent("unmade")
+    return found
 
 
 def borrow_match(local: LocalLane, match: Match, patience: Patience) -> CacheImage | Unmade:
@@ -65,7 +88,8 @@ def borrow_match(local: LocalLane, match: Match, patience: Patience) -> CacheIma
         if not all(files):
             wanted = zip(links, layouts, files, strict=True)
             return Unmade(
-                tuple(link.lend(layout.text) for link, layout, file in wanted if file is None)
+                local,
+                tuple(link.lend(layout.text) for link, layout, file in wanted if file is None),
             )
         image = _read(match, links, layouts, cast(list[Loan], files))
     for command in receipt_of(match):

@@ -24,7 +24,7 @@ from pion_patches.pieces import dtype_name
 from pion_vllm_mlx.fill import StoreFailed
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage.blocks import BLOCK, CHECKPOINT, SEGMENT, Scope, floor_block
-from pion_vllm_mlx.lineage.borrowing import borrow_match
+from pion_vllm_mlx.lineage.borrowing import Unmade, try_to_borrow
 from pion_vllm_mlx.lineage.capture import Capture, Foreign, capture_cache
 from pion_vllm_mlx.lineage.drafts import draft_rows, draft_state
 from pion_vllm_mlx.lineage.eviction import Keeper, Oversize
@@ -33,6 +33,7 @@ from pion_vllm_mlx.lineage.filling import write_draft
 from pion_vllm_mlx.lineage.known import UNKNOWN, Known
 from pion_vllm_mlx.lineage.latest import latest_ids
 from pion_vllm_mlx.lineage.match import Asked, Match
+from pion_vllm_mlx.lineage.preparing import order_files, used_last
 from pion_vllm_mlx.lineage.search import search
 from pion_vllm_mlx.lineage.tails import before_tail, tail_start
 from pion_vllm_mlx.namespace import model_fingerprint
@@ -43,7 +44,7 @@ from pion_vllm_mlx.shipment import Unstorable
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Command, GivenUp, Lane, Patience, TransportError
-from pion_vllm_mlx.transport.local import LocalLane, NotLent
+from pion_vllm_mlx.transport.local import LocalLane
 
 PREFILL_STEP: Final = 512
 #: Tokens between two checkpoints of a long prefill of a stateful model.
@@ -166,8 +167,8 @@ class Lineage:
         started = time.perf_counter()
         try:
             sizes = (match.nbytes, match.tokens)
-            image, unmade = self._borrow(match)
-            is_lent = image is not None
+            lent = try_to_borrow(self._local, match, self._quick(), self._tally)
+            image = lent if isinstance(lent, CacheImage) else None
             if image is None:
                 patience = patience_for(*sizes, self._timeout, _seconds(match), self.rates)
                 image = fetch_match(self._lane, match, patience)
@@ -191,32 +192,17 @@ class Lineage:
             self._tally.wonder("a stored prefix could not be rebuilt", error)
             return None
         self._known.add(match.asked, (pair for link in match.links for pair in link.ends()))
-        if is_lent:
+        if image is lent:
             self._tally.add("hits_local")
         else:
             self.rates.add_restore(match.nbytes, time.perf_counter() - started)
-        if self._local is not None:
-            for command in unmade:
-                self._local.tell(command)
+        if isinstance(lent, Unmade):
+            lent.order()
         self._tally.add_seconds("fetch_ms_total", time.perf_counter() - started)
         self._tally.add("hits")
         self._tally.add("tokens_restored", match.tokens)
         self._tally.add("bytes_fetched", match.nbytes)
         return cache
-
-    def _borrow(self, match: Match) -> tuple[CacheImage | None, tuple[Command, ...]]:
-        """From files that the server lends to this machine; else what has it make them."""
-        if self._local is None:
-            return None, ()
-        try:
-            found = borrow_match(self._local, match, self._quick())
-        except NotLent as reason:
-            self._tally.add_not_lent(reason.reason)
-            return None, ()
-        if isinstance(found, CacheImage):
-            return found, ()
-        self._tally.add_not_lent("unmade")
-        return None, found.commands
 
     def fetch(self, ids: Iterable[int]) -> tuple[list[Any] | None, int]:
         """`find` and `restore`: the caches and how many tokens they hold, or (None, 0)."""
@@ -369,6 +355,16 @@ class Lineage:
         """Drop what crashed fills left behind, and segments whose parent is gone."""
         with self._storing, contextlib.suppress(TransportError, StoreFailed):
             self._keeper.reconcile()
+
+    def prepare(self, nbytes: int) -> None:
+        """Have files made of what was used last, up to `nbytes`, for a server on this machine.
+
+        A server that was started anew has none; the first restore of each conversation finds them.
+        """
+        if self._local is None or not self._local.is_possible:
+            return
+        with self._storing, contextlib.suppress(TransportError, StoreFailed):
+            order_files(self._store_lane, used_last(self._keeper.nodes(), nbytes))
 
     def stats(self) -> dict[str, Any]:
         """Figures since this object was made, by the names `PionPromptCache.stats` explains."""

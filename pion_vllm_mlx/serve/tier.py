@@ -25,6 +25,8 @@ log = logging.getLogger("pion_vllm_mlx")
 
 #: Bytes that may wait to be written; what comes on top is not kept.
 _WAITING: Final = 1 << 30
+#: Bytes of the conversations that a server which was started anew makes files of at once.
+_PREPARED: Final = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class PionTier:
         # Hashes the weights now rather than at the first question.
         index.find([])
         index.reconcile()
+        index.prepare(_PREPARED)
         self._used = index.used_bytes
         self._indexes[model_key] = index
 

@@ -116,7 +116,7 @@ class LocalLane:
 
     @property
     def is_possible(self) -> bool:
-        """Whether files may come this way, as far as is known: the server may be on this machine."""
+        """Whether files may come this way, as far as is known."""
         return not self._why_never and os.environ.get(OFF, "0") in ("", "0")
 
     def borrow(self, namespace: bytes, patience: Patience) -> tuple[Reply, Loan | None]:

@@ -16,7 +16,9 @@ import pytest
 from pion_patches.prompt_memory import PromptMemory
 from pion_vllm_mlx.local_server import LocalServer
 from pion_vllm_mlx.serve.tier import PionTier
+from pion_vllm_mlx.transport import Patience
 from pion_vllm_mlx.transport.endpoint import Endpoint
+from pion_vllm_mlx.transport.local import LocalLane
 from tests.pion_patches.serving import Questions, chat_model, serving
 from tests.pion_vllm_mlx.model_folder import text_of
 
@@ -131,6 +133,45 @@ def test_the_last_conversation_is_there_before_it_is_asked_for(
         figures = after.memory.tier.figures()
         assert figures["stores"]
         assert figures["bytes_stored"] < figures["bytes_fetched"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_restore_after_a_restart_comes_from_files(
+    folders: dict[str, Path], store: LocalServer, family: str
+) -> None:
+    """They are made while nobody asks yet: a pion-server that was started anew has none."""
+    first = [SYSTEM, user(200, 330)]
+    with kept(folders[family], store) as before:
+        answer = before.chat([dict(m) for m in first])
+    turn = [*first, said(answer.tokens), user(330, 350)]
+    with serving(folders[family]) as cold:
+        expected = cold.chat([dict(m) for m in turn])
+    store.kill()
+    store.start()
+    with kept(folders[family], store) as after:
+        after.ids(WORDS[:5])  # the model is there; serve itself attaches it before any request
+        await_files(store)
+        assert after.chat([dict(m) for m in turn]).tokens == expected.tokens
+        assert after.memory.tier.figures()["hits_local"] == 1
+
+
+def await_files(store: LocalServer) -> None:
+    """Until the server has a file of every record with rows or state."""
+    listed: Any = [store.command("KV.PREFIX.LIST", start) for start in ("pls1-", "plc1-")]
+    names = [bytes(row[0]) for rows in listed for row in rows if row[1] + row[2]]
+    assert names
+    lane = LocalLane.beside(Endpoint("127.0.0.1", store.port), 5.0)
+    ends = time.monotonic() + 20
+    missing = True
+    while missing and time.monotonic() < ends:
+        loans = lane.borrow_each(names, Patience(first_byte=5))
+        missing = None in loans
+        for loan in loans:
+            if loan is not None:
+                loan.close()
+        time.sleep(0.05)
+    assert not missing
+    lane.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
