@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from tests.pion_vllm_mlx.serve.endpoint import Endpoint, endpoint
@@ -119,6 +121,47 @@ def test_a_prompt_nobody_waits_for_is_not_computed(
     prompt = f"{stream} {seed} " + "and so on " * 200
     more = {} if seed is None else {"seed": seed}
     assert hang_up_after(slow, held, 3, stream, prompt, **more) <= 2
+    assert answer(slow) == "Ready."
+
+
+def _chat(url: str) -> Any:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    said: Any = [{"role": "user", "content": "Tell me, chat."}]
+    return client.chat.completions.create(model="m", messages=said, max_tokens=400, stream=True)
+
+
+def _responses(url: str) -> Any:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    return client.responses.create(
+        model="m", input="Tell me, responses.", max_output_tokens=400, stream=True
+    )
+
+
+def _messages(url: str) -> Any:
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    said: Any = [{"role": "user", "content": "Tell me, messages."}]
+    return client.messages.create(model="m", messages=said, max_tokens=400, stream=True)
+
+
+@pytest.mark.parametrize("begin", [_chat, _responses, _messages])
+def test_a_stream_that_its_client_closes_is_not_computed(
+    slow: Endpoint, held: Held, begin: Callable[[str], Any]
+) -> None:
+    """As the `openai` and `anthropic` packages close one."""
+    slow.parrot.say(*[500] * 300)
+    api = begin.__name__[1:]
+    cancelled = slow.service.figures._requests.labels(api, "cancelled")._value
+    before = cancelled.get()
+    held.hold_after(25)
+    stream = begin(slow.url)
+    assert next(iter(stream))
+    wait_until(lambda: held.is_holding)
+    stream.close()
+    wait_until(lambda: cancelled.get() == before + 1)
+    at = held.begun
+    held.release()
+    time.sleep(0.5)
+    assert held.begun - at <= 2
     assert answer(slow) == "Ready."
 
 
