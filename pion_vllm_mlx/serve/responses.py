@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from pion_vllm_mlx.serve.anthropic import BadRequest, choose_tools
@@ -15,6 +15,13 @@ from pion_vllm_mlx.serve.anthropic import BadRequest, choose_tools
 _SAME: Final = ("temperature", "top_p", "top_k", "seed", "stream", "chat_template_kwargs")
 _KEPT: Final = ("instructions", "metadata", "parallel_tool_calls", "temperature", "top_p")
 _TEXTS: Final = ("input_text", "output_text", "text")
+#: Items that call a tool of the client's, to their arguments as JSON. Only functions are offered
+#: to a model; the others come with conversations that were begun elsewhere.
+_CALLS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
+    "function_call": lambda item: item.get("arguments") or "{}",
+    "custom_tool_call": lambda item: json.dumps({"input": item.get("input") or ""}),
+    "local_shell_call": lambda item: json.dumps(item.get("action") or {}),
+}
 
 
 class Remembered:
@@ -183,14 +190,14 @@ def _item(kind: str, prefix: str, **fields: Any) -> dict[str, Any]:
 
 
 def _message(item: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
-    kind = item.get("type", "message")
+    kind = str(item.get("type", "message"))
     if kind == "message":
         yield {"role": item.get("role", "user"), "content": _content(item.get("content"))}
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+    elif kind in _CALLS:
+        function = {"name": item.get("name") or kind, "arguments": _CALLS[kind](item)}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
-    elif kind == "function_call_output":
+    elif kind.endswith("_output") and kind.removesuffix("_output") in _CALLS:
         output = item.get("output")
         text = output if isinstance(output, str) else _content(output)
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from pion_vllm_mlx.serve.responses import Remembered
+from pion_vllm_mlx.serve.responses import Remembered, to_messages
 from tests.pion_vllm_mlx.serve.endpoint import Endpoint
 from tests.pion_vllm_mlx.serve.parrot import TOOL_CALL
 
@@ -88,6 +88,26 @@ def test_a_function_is_called_and_its_output_read(
     cached = again.usage.input_tokens_details.cached_tokens
     assert cached == answer.usage.input_tokens - 1
     assert parrot.cached() > before
+
+
+def test_a_conversation_begun_elsewhere_goes_on_with_the_calls_in_it() -> None:
+    """Codex has tools that are no functions, and sends its whole conversation every time."""
+    items = [
+        {"role": "user", "content": "Mend it."},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
+        {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "done"},
+        {"type": "local_shell_call", "call_id": "2", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "2", "output": "a.py"},
+    ]
+    _, patch, done, shell, listed = to_messages(items)
+    assert patch["tool_calls"][0]["function"] == {
+        "name": "apply_patch",
+        "arguments": '{"input": "*** Begin"}',
+    }
+    assert done == {"role": "tool", "tool_call_id": "1", "content": "done"}
+    assert shell["tool_calls"][0]["function"]["arguments"] == '{"command": ["ls"]}'
+    assert listed == {"role": "tool", "tool_call_id": "2", "content": "a.py"}
 
 
 @pytest.mark.model
