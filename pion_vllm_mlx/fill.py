@@ -8,7 +8,8 @@ The manifest is written last and only after every piece was acknowledged.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Final, Protocol, Self
 
@@ -99,12 +100,21 @@ class Fill:
 
     def rows(self, side: Side, data: memoryview, first: int = 0) -> Iterator[Command]:
         """Commands that write the PACKED rows of `data` from row `first` on."""
-        sid = session_id(self._namespace, side.side)
         width = side.format.packed_row_bytes
-        total = len(data) // width
+
+        def take(start: int, end: int) -> memoryview:
+            return data[start * width : end * width]
+
+        return self.rows_later(side, len(data) // width, take, first)
+
+    def rows_later(
+        self, side: Side, total: int, take: Callable[[int, int], memoryview], first: int = 0
+    ) -> Iterator[Command]:
+        """The same where `take(start, end)` gives PACKED rows, in order, once they are sent."""
+        sid = session_id(self._namespace, side.side)
         for start in range(first, total, ROWS_A_COMMAND):
             count = min(ROWS_A_COMMAND, total - start)
-            blob = data[start * width : (start + count) * width]
+            blob = partial(take, start, start + count)
             span = (side.layer, start, count)
             yield Command.of("V.STOREBATCH", sid, *span, blob, "FMT", "PACKED", "GEN", self._gen)
 

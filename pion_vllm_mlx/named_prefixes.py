@@ -175,17 +175,19 @@ class NamedPrefixes:
             self.rates.add_prefill(len(ids), seconds)
             self._tally.add_seconds("prefill_ms_total", seconds)
             image = self._image_of(cache, len(ids))
+            stored = None
             if image is not None:
+                stage2 = self._stage2
+                then = stage2.push(name, ids, fingerprint, image) if stage2 is not None else None
+                stored = self._storing.begin(name, ids, fingerprint, image, seconds, damaged, then)
                 self._hold(name, ids, fingerprint, image)
-        if image is not None:
-            stage2 = self._stage2
-            then = stage2.push(name, ids, fingerprint, image) if stage2 is not None else None
-            self._storing.store(name, ids, fingerprint, image, seconds, damaged, then)
+        if stored is not None:
+            stored()
         return cache
 
     def _image_of(self, cache: list[Any], tokens: int) -> CacheImage | None:
         try:
-            return dismantle(cache, tokens)
+            return dismantle(cache, tokens, wait=False)
         except UnsupportedCache as refusal:
             # Its classes are known, so it is this state: NaN, say. The caller still has use for it.
             self._tally.warn_once("unsupported", "a prefix cannot be stored: %s", refusal)

@@ -22,8 +22,8 @@ from pion_vllm_mlx.shipment import Piece, Shipment
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Command, Lane, Reply
 
-#: Packed bytes held at once: the replies to so many are awaited before more are encoded.
-_BATCH: Final = 32 << 20
+#: Bytes in one pipeline: after so many the replies are looked at, or a refusal comes too late.
+_BATCH: Final = 128 << 20
 #: Seconds of encoding after which what is ready is sent: a fill is a lease that writes renew.
 _LONGEST_SILENCE: Final = 5.0
 
@@ -131,10 +131,15 @@ def _write(fill: Fill, shipment: Shipment, base: Manifest | None) -> int:
     commands: list[Command] = []
     wrote_at = time.monotonic()
     for piece in shipment.pieces:
-        data = piece.pack()
-        start, checksums[piece.place] = _compare(data, piece, kept.get(piece.place))
-        commands += fill.rows(piece, data, start)
-        waiting += len(data) - start * piece.format.packed_row_bytes
+        if piece.place in kept or not piece.rows:
+            data = piece.pack()
+            start, checksums[piece.place] = _compare(data, piece, kept.get(piece.place))
+            commands += fill.rows(piece, data, start)
+        else:
+            # Packed while the pieces before it are on their way.
+            start = 0
+            commands += fill.rows_later(piece, piece.rows, _Packing(piece, checksums).take)
+        waiting += (piece.rows - start) * piece.format.packed_row_bytes
         if waiting >= _BATCH or time.monotonic() - wrote_at > _LONGEST_SILENCE:
             fill.write(commands)
             sent, waiting, commands = sent + waiting, 0, []
@@ -142,6 +147,28 @@ def _write(fill: Fill, shipment: Shipment, base: Manifest | None) -> int:
     fill.write([*commands, *fill.blobs(shipment.blobs)])
     fill.seal(shipment.manifest(checksums))
     return sent + waiting + sum(len(blob) for _, blob in shipment.blobs)
+
+
+class _Packing:
+    """The rows of one piece, packed when the first of them are sent and let go with the last."""
+
+    def __init__(self, piece: Piece, checksums: dict[tuple[str, int], str]) -> None:
+        """`checksums`: gets the piece's once that is known."""
+        self._piece = piece
+        self._checksums = checksums
+        self._data = memoryview(b"")
+
+    def take(self, start: int, end: int) -> memoryview:
+        """Rows `[start, end)`; raises Unstorable."""
+        piece = self._piece
+        if start == 0:
+            self._data = piece.pack()
+            self._checksums[piece.place] = _compare(self._data, piece, None)[1]
+        width = piece.format.packed_row_bytes
+        taken = self._data[start * width : end * width]
+        if end == piece.rows:
+            self._data = memoryview(b"")
+        return taken
 
 
 def _compare(data: memoryview, piece: Piece, kept: Rows | None) -> tuple[int, str]:

@@ -4,12 +4,14 @@
     store_prefix(lane, namespace, shipment)                    # in any thread
 
 A shipment is bytes in MLX's own memory: making one costs no copy of rows, and encoding happens
-piece by piece while it is sent, without MLX.
+piece by piece while it is sent, without MLX. The first pieces may be on their way before the last
+ones are evaluated.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -32,6 +34,32 @@ class Unstorable(Exception):
     """A prefix the server has no place for: too wide, too many layers, too large a manifest."""
 
 
+class Arriving:
+    """The bytes of one piece's parts, which another thread may wait for."""
+
+    def __init__(self, rows: RowPiece) -> None:
+        self._rows = rows
+        self._views: tuple[memoryview, ...] = ()
+        self._settled = threading.Event()
+
+    def evaluate(self) -> None:
+        """Have them computed, in the thread whose arrays they are."""
+        if not self._settled.is_set():
+            self._views = self._rows.views()
+            self._settled.set()
+
+    def give_up(self) -> None:
+        """Whoever waits does so in vain, unless they are there."""
+        self._settled.set()
+
+    def await_bytes(self) -> tuple[memoryview, ...]:
+        """The bytes, once they are there; raises ValueError if they never will be."""
+        self._settled.wait()
+        if not self._views:
+            raise ValueError("its numbers could not be computed")
+        return self._views
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One side of a leaf: its rows as the model has them, and the format they are stored in."""
@@ -41,7 +69,7 @@ class Piece:
     format: Format
     layout: RowLayout
     rows: int
-    views: tuple[memoryview, ...]
+    views: Arriving
 
     @property
     def place(self) -> tuple[str, int]:
@@ -56,7 +84,7 @@ class Piece:
     def pack(self) -> memoryview:
         """All rows as PACKED bytes; raises Unstorable for numbers the format would change."""
         try:
-            return pack_rows(self.views, self.layout, self.rows, self.format)
+            return pack_rows(self.views.await_bytes(), self.layout, self.rows, self.format)
         except ValueError as error:
             raise Unstorable(str(error)) from error
 
@@ -73,6 +101,15 @@ class Shipment:
     def nbytes(self) -> int:
         """Bytes that cross the wire as rows and blobs when everything is stored."""
         return sum(piece.nbytes for piece in self.pieces) + sum(len(blob) for _, blob in self.blobs)
+
+    def evaluate(self) -> None:
+        """Have all rows computed, in order, in the thread whose arrays they are."""
+        try:
+            for piece in self.pieces:
+                piece.views.evaluate()
+        finally:
+            for piece in self.pieces:
+                piece.views.give_up()
 
     @property
     def prefill_ms(self) -> int:
@@ -104,8 +141,12 @@ def pack_prefix(
     *,
     prefill_ms: int,
     prefill_step: int,
+    wait: bool = True,
 ) -> Shipment:
-    """Take a cache image apart for the server. Raises Unstorable where it has no place for it."""
+    """Take a cache image apart for the server. Raises Unstorable where it has no place for it.
+
+    Without `wait` the rows are still to be computed, by `Shipment.evaluate` in this very thread.
+    """
     image = fit_to_store(image)
     layers = sum(1 for leaf in image.leaves if leaf.keys is not None or leaf.values is not None)
     pieces: list[Piece] = []
@@ -131,7 +172,10 @@ def pack_prefix(
         write_manifest(draft)  # as long as the one with the checksums
     except (ManifestError, TypeError) as error:
         raise Unstorable(str(error)) from error
-    return Shipment(draft, tuple(pieces), tuple(blobs))
+    shipment = Shipment(draft, tuple(pieces), tuple(blobs))
+    if wait:
+        shipment.evaluate()
+    return shipment
 
 
 def _piece(side: str, layer: int, layers: int, rows: RowPiece, tier: Tier) -> tuple[Piece, Rows]:
@@ -142,4 +186,4 @@ def _piece(side: str, layer: int, layers: int, rows: RowPiece, tier: Tier) -> tu
     except ValueError as error:
         raise Unstorable(str(error)) from error
     entry = Rows(layer, rows.rows, layout, store, _UNKNOWN)
-    return Piece(side, layer, fmt, layout, rows.rows, rows.views()), entry
+    return Piece(side, layer, fmt, layout, rows.rows, Arriving(rows)), entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias, get_args
@@ -60,35 +61,83 @@ class Storing:
         damaged: int = 0,
         then: Callable[[Lane], None] | None = None,
     ) -> bool:
-        """Store a prefix that took `seconds` to compute, from evaluated arrays, or see to it.
+        """Store a prefix that took `seconds` to compute, or see to it; see `begin`.
 
-        False if it is known already that it will not be stored. `damaged`: see `store_prefix`.
-        `then` is called once the prefix is stored, with the lane and in the thread that stored it.
+        False if it is known already that it will not be stored.
         """
+        return self.begin(name, ids, fingerprint, image, seconds, damaged, then)()
+
+    def begin(
+        self,
+        name: bytes,
+        ids: tuple[int, ...],
+        fingerprint: str,
+        image: CacheImage,
+        seconds: float,
+        damaged: int = 0,
+        then: Callable[[Lane], None] | None = None,
+    ) -> Callable[[], bool]:
+        """As `store`, which goes on in what is returned, to be called once.
+
+        When it returns every array of `image` is evaluated, which need not have been before: the
+        first rows are on their way by then. `damaged`: see `store_prefix`. `then` is called once
+        the prefix is stored, with the lane and in the thread that stored it.
+        """
+        shipment = self._pack(ids, fingerprint, image, seconds)
+        if shipment is None:
+            image.evaluate()
+            return lambda: False
+        try:
+            return self._start(
+                name, lambda: self._send(name, shipment, damaged, then), image.nbytes, seconds
+            )
+        finally:
+            # In the caller's thread: MLX's arrays become bytes that any thread may read.
+            shipment.evaluate()
+            image.evaluate()
+
+    def _pack(
+        self, ids: tuple[int, ...], fingerprint: str, image: CacheImage, seconds: float
+    ) -> Shipment | None:
+        """What is to be stored, its rows not computed yet; None if nothing is."""
         if self.mode == "off":
-            return False
+            return None
         if not self._lane.available:
             self._tally.add("stores_failed")
-            return False  # nothing is worth encoding for a server that was gone a moment ago
-        started = time.perf_counter()
+            return None  # nothing is worth encoding for a server that was gone a moment ago
         try:
-            # In the caller's thread: MLX's arrays become bytes that any thread may read.
-            shipment = pack_prefix(
+            return pack_prefix(
                 image,
                 ids,
                 fingerprint,
                 self._tier,
                 prefill_ms=round(seconds * 1000),
                 prefill_step=self._prefill_step,
+                wait=False,
             )
         except Exception as error:
             self._fail(error)
-            return False
-        finally:
-            self._tally.add_seconds("store_ms_total", time.perf_counter() - started)
-        return self.run(
-            name, lambda: self._send(name, shipment, damaged, then), image.nbytes, seconds
-        )
+            return None
+
+    def _start(
+        self, key: bytes, work: Callable[[], bool], nbytes: int, seconds: float
+    ) -> Callable[[], bool]:
+        """Begin with `work`, or queue it; its outcome, as far as somebody waits for it."""
+        if self.mode == "background":
+            queued = self.run(key, work, nbytes, seconds)
+            return lambda: queued
+        outcome = []
+        sender = threading.Thread(target=lambda: outcome.append(work()), name="pion-send")
+        try:
+            sender.start()
+        except RuntimeError:  # no more threads
+            return work
+
+        def finish() -> bool:
+            sender.join()
+            return bool(outcome and outcome[0])
+
+        return finish
 
     def run(self, key: object, work: Callable[[], bool], nbytes: int, seconds: float) -> bool:
         """Do a store now or in the background, by the mode; False if it failed or never will be.

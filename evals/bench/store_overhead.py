@@ -26,9 +26,9 @@ from pion_patches.cache_rebuild import dismantle
 from pion_vllm_mlx.local_server import LocalServer
 from pion_vllm_mlx.prefill import prefill
 from pion_vllm_mlx.prompt_cache import PREFILL_STEP, PionPromptCache
-from pion_vllm_mlx.ship import Outcome, store_prefix
-from pion_vllm_mlx.shipment import pack_prefix
 from pion_vllm_mlx.small_model import small_model_dir
+from pion_vllm_mlx.storing import Storing
+from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport.endpoint import Endpoint
 
@@ -121,23 +121,20 @@ def _stored(server: LocalServer, folder: Path, rounds: int) -> Mapping[str, Any]
     cache = _made_cache(STORED_TOKENS)
     ids = list(range(STORED_TOKENS))
     lane = Endpoint("127.0.0.1", server.port, connect_timeout=10)
+    storing = Storing("sync", lane, Tier(), Tally(), PREFILL_STEP, 10)
     names = itertools.count()
 
     def file() -> None:
         _stock.save_prompt_cache(str(folder / f"{next(names)}.safetensors"), cache)
 
     def pion() -> None:
-        image = dismantle(cache, STORED_TOKENS)
-        shipment = pack_prefix(
-            image, ids, "0" * 64, Tier(), prefill_ms=1, prefill_step=PREFILL_STEP
-        )
-        receipt = store_prefix(lane, b"%d" % next(names), shipment, tier=Tier())
-        _done(receipt.outcome is Outcome.STORED)
+        image = dismantle(cache, STORED_TOKENS, wait=False)
+        _done(storing.store(b"%d" % next(names), tuple(ids), "0" * 64, image, 1))
 
     try:
         seconds = interleave({"mlx-lm file": file, "Pion": pion}, rounds)
     finally:
-        lane.close()
+        storing.close()
     ratio = ratio_of(seconds["Pion"], seconds["mlx-lm file"])
     _print(f"{STORED_TOKENS} tokens: stored and acknowledged", seconds, ratio)
     return {"tokens": STORED_TOKENS, "seconds": seconds, "ratio": ratio}

@@ -75,8 +75,12 @@ def flatten(
             yield (*path, place), item
 
 
-def dismantle(cache: Sequence[Any], tokens: int, start: int = 0) -> CacheImage:
+def dismantle(
+    cache: Sequence[Any], tokens: int, start: int = 0, *, wait: bool = True
+) -> CacheImage:
     """Take a prompt cache of `tokens` tokens apart into evaluated copies.
+
+    Without `wait` the rows are still to be copied, by `CacheImage.evaluate` in this very thread.
 
     With `start`, layers that have a row a token (route "kv") give only the rows from there on: a
     piece of a prefix, which `rebuild` refuses until somebody has put the rows before in front.
@@ -96,7 +100,8 @@ def dismantle(cache: Sequence[Any], tokens: int, start: int = 0) -> CacheImage:
         leaves.append(Leaf(path, cls.kind, taken.meta, taken.keys, taken.values, taken.arrays))
     _check_counted(leaves, tokens)
     image = CacheImage(tokens, tuple(leaves))
-    mx.eval(image.arrays())
+    if wait:
+        image.evaluate()
     for leaf, cls in zip(leaves, classes, strict=True):
         _check_state(leaf, cls, tokens)
     return image

@@ -309,6 +309,10 @@ class CacheImage:
         """Bytes of all rows and arrays."""
         return sum(array.nbytes for array in self.arrays())
 
+    def evaluate(self) -> None:
+        """Have every array computed, so that any thread may go on with it."""
+        mx.eval(self.arrays())
+
     def arrays(self) -> list[mx.array]:
         """Every array of every leaf."""
         found: list[mx.array] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pion_server.commands import arguments
 from pion_server.commands.arguments import integer, word
+from pion_server.commands.pace import pace
 from pion_server.commands.registry import Access, Args, Context, Flag, always, command
 from pion_server.errors import BadArgument
 from pion_server.formats import InputType
@@ -86,6 +87,8 @@ def storebatch(ctx: Context, args: Args) -> object:
         vstore.store(sid, layer, start, count, blob, input=kind, gen=gen, owner=ctx.connection)
         return "OK"
 
+    if kind is None and pace.allows(len(blob)):
+        return pace.run(work)
     return work() if len(blob) <= INLINE_BYTES else Offload(work)
 
 

@@ -11,10 +11,15 @@ import sys
 import threading
 from pathlib import Path
 
-from pion_server.store.holes import punch_hole
+from pion_server.store.holes import punch_hole, reserve_blocks
 
 PAGE = 4096
 SLOW_TO_FREE = 16 << 20
+# Blocks had ready at once, and the room that has to be left beside them.
+AHEAD = 8 << 20
+PLENTY = 1 << 30
+# Less than this behind the end of a file may be its own bookkeeping.
+WORTH_RELEASING = 1 << 17
 PRIVATE_DIR = 0o700
 PRIVATE_FILE = 0o600
 
@@ -45,6 +50,8 @@ class StoreFile:
         self.trust = object()
         self.dead: list[tuple[int, int]] = []
         self._fd = fd
+        self._reserved = 0
+        self._reserves = True
 
     @classmethod
     def open(cls, path: Path, *, truncate: bool = False) -> StoreFile:
@@ -68,9 +75,36 @@ class StoreFile:
         return os.fstat(self._fd).st_size
 
     def allocated(self) -> int:
-        """Bytes it takes on the disk: its length without the holes."""
+        """Bytes it takes on the disk: its length without the holes and what is only had ready."""
         status = os.fstat(self._fd)
-        return min(status.st_size, status.st_blocks * 512)
+        ready = max(0, self._reserved - status.st_size)
+        return min(status.st_size, max(0, status.st_blocks * 512 - ready))
+
+    def reserve(self, start: int, end: int) -> None:
+        """Have blocks ready for `[start, end)`, all that is about to be appended, and for more.
+
+        Finding every page its block takes a third of a write. Without effect where there is no
+        plenty of room, or no way to do it; the file's length stays.
+        """
+        if end <= self._reserved or not self._reserves:
+            return
+        space = os.fstatvfs(self._fd)
+        if space.f_bavail * space.f_frsize < PLENTY + end - start:
+            return
+        start = max(start, self._reserved)
+        end += AHEAD
+        try:
+            reserve_blocks(self._fd, start, end - start)
+        except OSError:
+            self._reserves = False
+        else:
+            self._reserved = end
+
+    def release_reserved(self) -> None:
+        """Give back what stands behind the end of the file, as an earlier process may have left."""
+        status = os.fstat(self._fd)
+        if status.st_blocks * 512 >= status.st_size + WORTH_RELEASING:
+            self.truncate(status.st_size)
 
     def can_punch(self) -> bool:
         """Whether this file system has holes; asked for one behind the end of the file."""
@@ -140,6 +174,7 @@ class StoreFile:
 
     def truncate(self, length: int) -> None:
         os.ftruncate(self._fd, length)
+        self._reserved = 0
 
     def sync(self) -> None:
         """Flush to stable storage: F_FULLFSYNC on macOS, fsync elsewhere."""

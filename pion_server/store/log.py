@@ -40,6 +40,8 @@ MAX_META = 1 << 24
 READ_CHUNK = 1 << 20
 # Smaller dead bodies wait for a SAVE.
 WORTH_A_HOLE = 1 << 14
+# Bodies from this size on have blocks reserved for them first.
+WORTH_RESERVING = 1 << 17
 # Under --max-disk: left for records without a body, such as those of evictions.
 DISK_RESERVE = 1 << 16
 
@@ -210,6 +212,8 @@ class RecordLog:
         self._unsynced = True
         if self.file.size() > end:
             self.file.truncate(end)
+        elif self.durable:
+            self.file.release_reserved()
 
     def append(self, type_: int, meta: bytes, body: Sequence[Buffer] = ()) -> Record:
         """Append one record; it is with the kernel when this returns.
@@ -232,6 +236,8 @@ class RecordLog:
         total = len(lead) + length + len(trail)
         self._check_limit(total, DISK_RESERVE if length else 0)
         start = self.end
+        if length >= WORTH_RESERVING and self.max_bytes is None:
+            self.file.reserve(start, start + total)
         try:
             self.file.write([lead, *body, trail], start)
         except OSError as error:

@@ -182,6 +182,8 @@ class Stores:
         """Flush what can be flushed and give the directory free."""
         try:
             self.sync()
+            for log in self.logs:
+                log.file.release_reserved()
         finally:
             self._lock.close()
 

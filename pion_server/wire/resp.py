@@ -21,6 +21,8 @@ SCRATCH = 64 * 1024
 _STAR, _DOLLAR = b"*$"
 # `$536870912` and its CRLF: no valid header line is longer.
 _HEADER_WINDOW = 14
+# Room for the small arguments of a request behind one with a large argument.
+_BEHIND_LARGE = 1024
 # What an argument takes beside its bytes.
 _ARGUMENT = 48
 # Most lengths, read without any arithmetic.
@@ -84,7 +86,17 @@ class RequestParser:
     After a `ProtocolError` the stream has no meaning any more and the connection must be closed.
     """
 
-    __slots__ = ("_args", "_bulk", "_data", "_missing", "_pos", "_scratch", "_size", "limits")
+    __slots__ = (
+        "_args",
+        "_bulk",
+        "_data",
+        "_large",
+        "_missing",
+        "_pos",
+        "_scratch",
+        "_size",
+        "limits",
+    )
 
     def __init__(self, scratch: memoryview, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -95,18 +107,22 @@ class RequestParser:
         self._missing = 0
         self._size = 0
         self._bulk: _Bulk | None = None
+        self._large = False
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes go. Call only after `next_request` has returned None."""
         if self._bulk is not None:
             return self._bulk.view[self._bulk.filled :]
-        return self._scratch
+        # Behind a large argument another one may come: what is read of it here is copied.
+        return self._scratch[:_BEHIND_LARGE] if self._large else self._scratch
 
     def buffer_updated(self, n: int) -> None:
         """`n` bytes were written to the start of `get_buffer()`."""
         if self._bulk is not None:
             self._bulk.take(n)
-        elif self._data:
+            return
+        self._large = False
+        if self._data:
             self._data = self._data[self._pos :] + self._scratch[:n]
             self._pos = 0
         else:
@@ -131,6 +147,7 @@ class RequestParser:
         if bulk is not None:
             if bulk.filled < bulk.length + 2:
                 return None
+            self._large = bulk.length > SCRATCH
             self._args.append(bulk.value())
             self._missing -= 1
             self._bulk = None

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Argument: TypeAlias = Buffer | str | int
+#: A callable makes its bytes when their turn has come to be sent, while others are on their way.
+Argument: TypeAlias = Buffer | str | int | Callable[[], Buffer]
 
 #: `place(index, nbytes)` names the memory a bulk of a reply is read into: a writable view of
 #: exactly `nbytes`, or None for a new buffer. `index` counts the elements of an array reply.

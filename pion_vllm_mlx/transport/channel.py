@@ -7,9 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from pion_vllm_mlx.transport import GivenUp, Patience, TimedOut, Unavailable
+
+#: Seconds for which a full socket is only waited for. Peers that wait for each other take turns.
+_UNTIL_READING: Final = 0.01
 
 
 class Channel:
@@ -34,7 +37,14 @@ class Channel:
             return None
 
     def wait_to_write(self, can_read: bool) -> bool:
-        """Wait until the socket takes bytes or, if `can_read`, brings some; True for the latter."""
+        """Wait until the socket takes bytes or, if `can_read`, brings some; True for the latter.
+
+        What it brings counts only where it takes nothing for a while: each small reply of a long
+        pipeline is no reason to wake up.
+        """
+        self._poll.register(self._socket, select.POLLOUT)
+        if can_read and self._poll.poll(_UNTIL_READING * 1000):
+            return False
         events = self._wait(select.POLLOUT | (select.POLLIN if can_read else 0), "request stalled")
         return bool(events & select.POLLIN) and not events & select.POLLOUT
 

@@ -73,7 +73,7 @@ class Homes:
 def name_of(command: Command) -> bytes:
     """The first argument, which is what a command is about."""
     word = command.words[1]
-    return bytes(word) if not isinstance(word, str | int) else str(word).encode()
+    return bytes(word) if isinstance(word, bytes | bytearray | memoryview) else str(word).encode()
 
 
 def _key(name: bytes) -> bytes:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from ssl import SSLContext
 from typing import Final
 
@@ -33,6 +35,9 @@ from pion_vllm_mlx.transport.tls import open_channel, open_socket
 #: Arguments above this are sent from where they lie; smaller ones are joined.
 _OWN_CHUNK: Final = 16 << 10
 _CHUNKS_A_CALL: Final = 64
+#: Bytes to begin a system call with, and those that are made ahead of a full socket.
+_ONE_CALL: Final = 256 << 10
+_MADE_AHEAD: Final = 4 << 20
 _READ_AHEAD: Final = 64 << 10
 _LARGEST_BULK: Final = 512 << 20
 _LARGEST_ARRAY: Final = 1 << 20
@@ -130,20 +135,32 @@ class RespConnection:
             raise ProtocolError("more replies than commands")
         return replies
 
-    def _send(self, channel: Channel, chunks: list[memoryview]) -> None:
-        """Write everything; take in early replies meanwhile, so that neither side can block."""
-        first = 0
-        while first < len(chunks):
-            sent = channel.send(chunks[first : first + _CHUNKS_A_CALL])
+    def _send(self, channel: Channel, chunks: Iterator[memoryview]) -> None:
+        """Write everything; take in early replies meanwhile, so that neither side can block.
+
+        While the kernel has no room the next chunks are made, a few of them.
+        """
+        waiting: deque[memoryview] = deque()
+        held, wanted, more = 0, _ONE_CALL, True
+        while more or waiting:
+            while more and held < wanted:
+                chunk = next(chunks, None)
+                more = chunk is not None
+                if chunk is not None:
+                    waiting.append(chunk)
+                    held += len(chunk)
+            sent = channel.send(list(islice(waiting, _CHUNKS_A_CALL)))
             if sent is None:
-                if channel.wait_to_write(self._end < len(self._buffer)):
+                if more and held < _MADE_AHEAD:
+                    wanted = held + 1
+                elif channel.wait_to_write(self._end < len(self._buffer)):
                     self._fill(channel)
                 continue
-            while first < len(chunks) and sent >= len(chunks[first]):
-                sent -= len(chunks[first])
-                first += 1
+            held, wanted = held - sent, _ONE_CALL
+            while waiting and sent >= len(waiting[0]):
+                sent -= len(waiting.popleft())
             if sent:
-                chunks[first] = chunks[first][sent:]
+                waiting[0] = waiting[0][sent:]
 
     def _reply(self, channel: Channel, place: Place | None, index: int, depth: int) -> Reply:
         line = self._line(channel)
@@ -215,9 +232,8 @@ class RespConnection:
         self._end += channel.receive_into(memoryview(self._buffer)[self._end :])
 
 
-def request_chunks(commands: Sequence[Command]) -> list[memoryview]:
-    """The request as a list of buffers; blobs are referred to, not copied."""
-    chunks: list[memoryview] = []
+def request_chunks(commands: Iterable[Command]) -> Iterator[memoryview]:
+    """The request as buffers, each made when it is asked for; blobs are referred to, not copied."""
     small = bytearray()
     for command in commands:
         small += b"*%d\r\n" % len(command.words)
@@ -225,13 +241,13 @@ def request_chunks(commands: Sequence[Command]) -> list[memoryview]:
             view = _encode(word)
             small += b"$%d\r\n" % len(view)
             if len(view) > _OWN_CHUNK:
-                chunks += (memoryview(small), view)
+                yield memoryview(small)
+                yield view
                 small = bytearray()
             else:
                 small += view
             small += b"\r\n"
-    chunks.append(memoryview(small))
-    return chunks
+    yield memoryview(small)
 
 
 def _encode(word: Argument) -> memoryview:
@@ -239,7 +255,7 @@ def _encode(word: Argument) -> memoryview:
         return memoryview(word.encode())
     if isinstance(word, int):
         return memoryview(b"%d" % word)
-    view = memoryview(word)
+    view = memoryview(word() if callable(word) else word)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 

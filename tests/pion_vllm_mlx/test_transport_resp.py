@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -307,3 +308,35 @@ def test_a_host_that_does_not_resolve_is_unavailable_in_time(host: str) -> None:
             RespConnection(host, 1974, deadline=time.monotonic() + 0.25)
 
     assert seconds_of(connect) < 3
+
+
+def test_an_argument_is_made_when_its_turn_comes() -> None:
+    """At most a few megabytes ahead of what the server has taken."""
+    size, taken, ahead = 1 << 20, [0], []
+
+    def answer(words: Words) -> Answer:
+        taken[0] += 1
+        return b"+OK\r\n"
+
+    def make(number: int) -> bytes:
+        ahead.append(number - taken[0])
+        return bytes([number]) * size
+
+    with connected(answer) as (connection, _):
+        commands = [Command.of("PUT", n, partial(make, n)) for n in range(64)]
+        assert connection.exchange(commands, SLOW) == ["OK"] * 64
+    assert len(ahead) == 64
+    # What the kernel and the peer hold comes on top.
+    assert max(ahead) < 48
+
+
+def test_an_argument_that_cannot_be_made_ends_the_connection() -> None:
+    """Half a request is out: nothing that follows may be taken for the rest of it."""
+
+    def fail() -> bytes:
+        raise ArithmeticError("no")
+
+    with connected(always(b"+OK\r\n")) as (connection, _):
+        with pytest.raises(ArithmeticError):
+            connection.exchange([Command.of("PUT", bytes(1 << 20)), Command.of("PUT", fail)], SLOW)
+        assert not connection.usable

@@ -501,3 +501,12 @@ def test_it_serves_the_same_without_uvloop(server: Start, tmp_path: Path) -> Non
 def test_a_peer_is_local_by_its_loopback_address_only(peer: str, local: bool) -> None:
     """WIRE.md 4.6: who may be told a path on this machine."""
     assert is_local(peer) is local
+
+
+def test_a_reply_does_not_wait_for_the_rest_of_the_next_request(running: ServerProcess) -> None:
+    """Replies gather while a request arrives, and only for a moment."""
+    client = running.client()
+    whole = client.pack("PING", "first")
+    client.socket.sendall(whole + client.pack("ECHO", b"x" * 100_000)[:50_000])
+    client.socket.settimeout(5)
+    assert client.read() == b"first"
