@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from pion_patches.cache_rebuild import (
@@ -177,13 +178,31 @@ class NamedPrefixes:
             image = self._image_of(cache, len(ids))
             stored = None
             if image is not None:
-                stage2 = self._stage2
-                then = stage2.push(name, ids, fingerprint, image) if stage2 is not None else None
-                stored = self._storing.begin(name, ids, fingerprint, image, seconds, damaged, then)
-                self._hold(name, ids, fingerprint, image)
+                stored = self._begin_storing(name, ids, fingerprint, image, seconds, damaged)
         if stored is not None:
             stored()
         return cache
+
+    def _begin_storing(
+        self,
+        name: bytes,
+        ids: tuple[int, ...],
+        fingerprint: str,
+        image: CacheImage,
+        seconds: float,
+        damaged: int,
+    ) -> Callable[[], bool] | None:
+        """Keep the image here and begin to store it, the rest of which is what is returned."""
+        try:
+            stage2 = self._stage2
+            then = stage2.push(name, ids, fingerprint, image) if stage2 is not None else None
+            stored = self._storing.begin(name, ids, fingerprint, image, seconds, damaged, then)
+        except Exception as error:
+            self._tally.wonder("a prefix could not be stored", error)
+            self._tally.add("stores_failed")
+            return None
+        self._hold(name, ids, fingerprint, image)
+        return stored
 
     def _image_of(self, cache: list[Any], tokens: int) -> CacheImage | None:
         try:

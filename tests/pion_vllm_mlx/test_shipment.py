@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models import cache as mlx_lm_cache
 
 from pion_patches.cache_rebuild import dismantle
 from pion_vllm_mlx.shipment import Arriving, Shipment, Unstorable, pack_prefix
@@ -18,7 +19,8 @@ TOKENS, LAYERS = 5, 3
 
 @pytest.fixture
 def shipment() -> Callable[[bool], Shipment]:
-    caches = [KVCache() for _ in range(LAYERS)]
+    stock: Any = mlx_lm_cache
+    caches = [stock.KVCache() for _ in range(LAYERS)]
     for number, cache in enumerate(caches):
         rows = mx.full((1, 2, TOKENS, 4), float(number))
         mx.eval(cache.update_and_fetch(rows, rows + 0.5))
@@ -35,7 +37,8 @@ def test_another_thread_packs_each_piece_once_it_is_computed(
     shipment: Callable[[bool], Shipment],
 ) -> None:
     """And gets the same bytes as from what was computed before."""
-    late, packed = shipment(False), []
+    late = shipment(False)
+    packed: list[bytes] = []
     thread = threading.Thread(target=lambda: packed.extend(bytes(p.pack()) for p in late.pieces))
     thread.start()
     thread.join(0.05)
