@@ -256,6 +256,26 @@ def module_server(
     yield from _start_servers(tmp_path_factory.mktemp("servers"))
 
 
+@pytest.fixture(scope="module")
+def shared(module_server: Callable[..., ServerProcess]) -> ServerProcess:
+    """One server for all tests of a module that do not stop it; with default flags."""
+    return module_server()
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest) -> str:
+    """A name for a prefix that no other test has."""
+    from pion_vllm_mlx import PionPromptCache
+
+    return PionPromptCache.make_namespace(request.node.nodeid)
+
+
+@pytest.fixture
+def no_lane_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of one process do not hand prefixes to each other: all come from the server."""
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+
+
 @pytest.fixture
 def tiny_evals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evals run on a tiny random llama and a tokenizer of letters instead of the small model."""

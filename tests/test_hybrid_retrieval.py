@@ -27,11 +27,6 @@ DOC = [int(token) for token in np.random.default_rng(11).integers(0, 61, 300)]
 MODEL = tiny_llama()
 
 
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
 @pytest.fixture(params=["inproc", "pion"])
 def make(request: pytest.FixtureRequest, shared: Server) -> Iterator[Make]:
     """Caches of one backend; each test on the server names an adapter of its own."""

@@ -39,11 +39,6 @@ class Key:
         return f"model@8@0@{self.number}@half"
 
 
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def lmcache() -> Iterator[None]:
     with stand_in():

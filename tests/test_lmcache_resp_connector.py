@@ -27,11 +27,6 @@ L2_KEY = b"meta-llama/Llama-3.1-8B@00000001@0@%064x@team-a"
 SIZES = [0, 36, 4096, 65_536, 65_537, 1 << 20, 5 << 20]
 
 
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
 class NativeClient:
     """Reads exactly as many bytes as the reply it expects has."""
 

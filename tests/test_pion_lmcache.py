@@ -28,11 +28,6 @@ def rows(count: int, seed: int = 0, dim: int = DIM) -> np.ndarray[Any, np.dtype[
     return np.random.default_rng(seed).uniform(-1, 1, (count, dim)).astype(np.float32)
 
 
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
 @pytest.fixture
 def store(shared: Server) -> Iterator[PionStore]:
     with PionStore(port=shared.port, vquant="fp32") as opened:

@@ -40,12 +40,12 @@ _WHO: Final = Command.of("KV.PREFIX.INFO")
 class Outage:
     """Since when a server does not answer, as far as the lanes to it know.
 
-    `pause`: seconds without any attempt after a failure.
+    `pause`: seconds without any attempt after a failure; None: `PAUSE`.
     """
 
-    def __init__(self, clock: Callable[[], float], pause: float = PAUSE) -> None:
+    def __init__(self, clock: Callable[[], float], pause: float | None = None) -> None:
         self.clock = clock
-        self.pause = pause
+        self.pause = PAUSE if pause is None else pause
         self._resume_at = 0.0
         self._failing = False
 
@@ -97,7 +97,7 @@ class Endpoint:
         outage: Outage | None = None,
         tls: SSLContext | None = None,
         homes: Homes | None = None,
-        pause: float = PAUSE,
+        pause: float | None = None,
         follow: bool = True,
     ) -> None:
         """`connect_timeout` (seconds) covers name resolution, connecting and authenticating."""

@@ -41,16 +41,6 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
-@pytest.fixture
-def namespace(request: pytest.FixtureRequest) -> str:
-    return PionPromptCache.make_namespace(request.node.nodeid)
-
-
-@pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of plain caches, one of windows with a chat template, a recurrent one; and others."""
     folder = tmp_path_factory.mktemp("models")

@@ -38,19 +38,7 @@ MODELS: dict[tuple[str, int], Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_lane_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
-
-
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
-@pytest.fixture
-def namespace(request: pytest.FixtureRequest) -> str:
-    return PionPromptCache.make_namespace(request.node.nodeid)
+pytestmark = pytest.mark.usefixtures("no_lane_in_process")
 
 
 def cold(family: str, seed: int = 1, prefix: int = TOKENS) -> bytes:

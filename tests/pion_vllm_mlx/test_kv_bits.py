@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -22,19 +21,7 @@ CALLS = (4, 1, 1)
 PATIENT = 20.0
 
 
-@pytest.fixture(autouse=True)
-def no_lane_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
-
-
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
-@pytest.fixture
-def namespace(request: pytest.FixtureRequest) -> str:
-    return PionPromptCache.make_namespace(request.node.nodeid)
+pytestmark = pytest.mark.usefixtures("no_lane_in_process")
 
 
 def tiny(family: str, dtype: mx.Dtype = mx.float32) -> Any:

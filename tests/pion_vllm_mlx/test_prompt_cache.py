@@ -30,20 +30,7 @@ MODEL = tiny_llama()
 COLD = cold_answer(MODEL, PREFIX)
 
 
-@pytest.fixture(autouse=True)
-def no_lane_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
-
-
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    """One server for all tests that do not stop it; each uses a namespace of its own."""
-    return module_server()
-
-
-@pytest.fixture
-def namespace(request: pytest.FixtureRequest) -> str:
-    return PionPromptCache.make_namespace(request.node.nodeid)
+pytestmark = pytest.mark.usefixtures("no_lane_in_process")
 
 
 def client(server: Server, model: Any = MODEL, **settings: Any) -> PionPromptCache:

@@ -24,9 +24,7 @@ COLD = cold_answer(MODEL, PREFIX)
 PATIENT = 20.0
 
 
-@pytest.fixture(autouse=True)
-def no_lane_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+pytestmark = pytest.mark.usefixtures("no_lane_in_process")
 
 
 @pytest.fixture

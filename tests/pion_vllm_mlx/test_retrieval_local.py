@@ -24,11 +24,6 @@ MODEL = tiny_llama()
 STUB = [4, 4, 9]
 
 
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
 def retrieval(server: Server, model: Any = MODEL, **settings: Any) -> HybridRetrievalCache:
     return HybridRetrievalCache(
         model, "pion", **({"port": server.port, "timeout": PATIENT} | settings)

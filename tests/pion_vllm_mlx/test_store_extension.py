@@ -26,19 +26,7 @@ ROW = 2 * 2 * 32 * 4
 PATIENT = 20.0
 
 
-@pytest.fixture(autouse=True)
-def no_lane_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
-
-
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
-
-
-@pytest.fixture
-def namespace(request: pytest.FixtureRequest) -> str:
-    return PionPromptCache.make_namespace(request.node.nodeid)
+pytestmark = pytest.mark.usefixtures("no_lane_in_process")
 
 
 def client(port: int, model: Any = MODEL, **settings: Any) -> PionPromptCache:

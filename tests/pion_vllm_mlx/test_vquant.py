@@ -43,19 +43,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_lane_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
-
-
-@pytest.fixture
-def namespace(request: pytest.FixtureRequest) -> str:
-    return PionPromptCache.make_namespace(request.node.nodeid)
-
-
-@pytest.fixture(scope="module")
-def shared(module_server: Callable[..., Server]) -> Server:
-    return module_server()
+pytestmark = pytest.mark.usefixtures("no_lane_in_process")
 
 
 def client(server: Server, model: Any, **settings: Any) -> PionPromptCache:

@@ -48,9 +48,7 @@ COLD = cold_answer(MODEL, PREFIX)
 SLOW = Patience(first_byte=20, stall=20, total=60)
 
 
-@pytest.fixture(autouse=True)
-def no_lane_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+pytestmark = pytest.mark.usefixtures("no_lane_in_process")
 
 
 @pytest.fixture(scope="module")

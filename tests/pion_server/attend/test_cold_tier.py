@@ -158,11 +158,6 @@ def test_storing_a_cold_layer_makes_it_warm(single: ServerProcess) -> None:
     assert client.info()["sdpa_rehydrates"] == before + 1
 
 
-@pytest.fixture(scope="module")
-def shared(module_server: Start) -> ServerProcess:
-    return module_server()
-
-
 @pytest.mark.parametrize("fmt", ["fp32", "fp16", "bf16", "int8", "mlx4g32", "turbo4", "fp8"])
 def test_warm_answers_as_the_stored_rows_read(shared: ServerProcess, fmt: str) -> None:
     client = AttentionClient(shared)

@@ -38,11 +38,6 @@ SAME = bytes(range(HEADS))
 BLOB = b"x" * 64
 
 
-@pytest.fixture(scope="module")
-def shared(module_server: Start) -> ServerProcess:
-    return module_server()
-
-
 @pytest.fixture
 def client(shared: ServerProcess) -> AttentionClient:
     """A client of a server that holds K, V as layer 0 of session `s`."""
