@@ -199,7 +199,13 @@ def _findings(
     count = len(asked)
     figures = {label: _figures(answers) for label, answers in found.items()}
     by_lane = {label: _figures(answers) for label, answers in lanes.items()}
-    columns = ("mean BLEU", "first token", "identical", "tokens before a difference")
+    columns = (
+        "mean BLEU",
+        "first token",
+        "identical",
+        "tokens before a difference",
+        "tokens agree",
+    )
     by_question = [
         (one.prompt, one.question, *(f"{found[label][number].bleu:.3f}" for label in found))
         for number, one in enumerate(asked)
@@ -212,6 +218,7 @@ def _findings(
                 f"{count} questions against standalone mlx-lm",
                 ("format", *columns),
                 _rows(figures, count),
+                "Tokens agree: places with the same token, of the longer answer's, EOS included.",
             ),
             Table("The same by lane", ("lane", *columns), _rows(by_lane, count)),
             Table("BLEU of each question", ("prompt", "question", *found), by_question),
@@ -253,6 +260,7 @@ def _rows(figures: dict[str, dict[str, float]], count: int) -> list[tuple[str, .
             f"{figure['first']}/{count}",
             f"{figure['identical']}/{count}",
             f"{figure['before']:.1f}",
+            f"{figure['share']:.1%}",
         )
         for label, figure in figures.items()
     ]
