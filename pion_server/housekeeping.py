@@ -57,11 +57,14 @@ async def _sync_every_second(state: ServerState) -> None:
 
 
 async def _compact(state: ServerState) -> None:
+    stores, least = state.stores, COMPACT_BYTES
+    if stores.options.max_disk is not None:
+        # Small records give their bytes back by a SAVE alone, for which there has to be room yet.
+        least = min(least, stores.options.max_disk // 4)
     while True:
         await asyncio.sleep(1.0)
-        stores = state.stores
         dead = stores.dead_bytes
-        if dead <= COMPACT_BYTES or dead <= stores.live_bytes:
+        if dead <= least or dead <= stores.live_bytes:
             continue
         try:
             await save_default(state)

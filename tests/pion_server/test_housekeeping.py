@@ -43,19 +43,28 @@ def test_flags_say_what_runs_in_the_background(
 
 
 @pytest.mark.parametrize(
-    ("overwrites", "limit", "compacts"), [(3, 1, True), (0, 1, False), (3, 1 << 20, False)]
+    ("overwrites", "limit", "max_disk", "compacts"),
+    [
+        (3, 1, None, True),
+        (0, 1, None, False),
+        (3, 1 << 20, None, False),
+        (3, 1 << 20, 100_000, True),
+        (3, 1 << 20, 1 << 20, False),
+    ],
 )
 def test_compaction_waits_for_more_dead_than_live_bytes_and_for_enough_of_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     overwrites: int,
     limit: int,
+    max_disk: int | None,
     compacts: bool,
 ) -> None:
-    """WIRE.md 11: when dead bytes exceed live bytes and a limit, 256 MB as delivered."""
+    """WIRE.md 11: when dead bytes exceed live bytes and a limit, 256 MB as delivered, or a quarter
+    of `--max-disk` where that is less: one that is never reached helps nobody."""
     assert housekeeping.COMPACT_BYTES == 256 << 20
     monkeypatch.setattr(housekeeping, "COMPACT_BYTES", limit)
-    state = open_state(Config(directory=tmp_path))
+    state = open_state(Config(directory=tmp_path, max_disk=max_disk))
     state.vstore.create(b"s", uniform("fp32", 32), ME)
     for _ in range(1 + overwrites):
         state.vstore.store(b"s", 0, 0, 100, bytes(100 * 128), owner=ME)

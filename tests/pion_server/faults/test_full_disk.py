@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -255,6 +256,26 @@ def test_a_disk_limit_holds_at_every_step(forged: Servers, memory_path: Path, wh
     info = dict(line.split(b":") for line in client.call("KV.PREFIX.INFO").splitlines())
     counted = client.call("DBSIZE") if what == "keys" else int(info[b"registered_prefixes"])
     assert counted == len(held)
+
+
+def test_a_log_full_of_what_was_overwritten_is_no_dead_end(
+    forged: Servers, memory_path: Path
+) -> None:
+    """CASES F02: small values, whose bytes only a compaction gives back, many times the limit."""
+    server = forged("--max-disk", "1mb", directory=memory_path / "data")
+    client = server.client()
+    ledger, written, ends = Ledger("n"), 0, time.monotonic() + 60
+    while written < 4 * MB:
+        assert time.monotonic() < ends
+        if put(client, ledger, [oracle.set_key("n", "s0", values(written % 256, 8192))]) == "OK":
+            written += 8192
+        else:
+            time.sleep(0.05)
+        assert on_disk(server.directory) <= MB
+    assert observe(client, "n") == ledger.image
+    server.kill()
+    server.start()
+    ledger.settle(server.client())
 
 
 def test_a_disk_limit_without_anything_to_evict_is_an_error(
