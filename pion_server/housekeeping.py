@@ -58,13 +58,14 @@ async def _sync_every_second(state: ServerState) -> None:
 
 async def _compact(state: ServerState) -> None:
     stores, least = state.stores, COMPACT_BYTES
+    # Small records give their bytes back by a SAVE alone, for which there has to be room yet: it
+    # does not wait until the limit, or the disk, is full.
     if stores.options.max_disk is not None:
-        # Small records give their bytes back by a SAVE alone, for which there has to be room yet.
         least = min(least, stores.options.max_disk // 4)
     while True:
         await asyncio.sleep(1.0)
         dead = stores.dead_bytes
-        if dead <= least or dead <= stores.live_bytes:
+        if dead <= stores.live_bytes or dead <= min(least, stores.free_bytes):
             continue
         try:
             await save_default(state)

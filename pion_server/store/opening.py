@@ -101,6 +101,12 @@ class Stores:
         """Bytes of rows, recurrent state and keys that are held."""
         return self.vstore.stored_bytes + self.ssm.stored_bytes + self.keyspace.stored_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the file system has left for this user."""
+        status = os.statvfs(self.options.directory)
+        return status.f_bavail * status.f_frsize
+
     def make_room(self, nbytes: int, keep: bytes | None) -> bool:
         """Give the disk back what dead rows take, then what the least recently used prefixes do.
 

@@ -12,6 +12,7 @@ from pion_server.commands.saving import save_default
 from pion_server.config import Config
 from pion_server.housekeeping import start_housekeeping
 from pion_server.state import ServerState, open_state
+from pion_server.store.opening import Stores
 from pion_server.store.schema import uniform
 
 ME = object()
@@ -43,13 +44,15 @@ def test_flags_say_what_runs_in_the_background(
 
 
 @pytest.mark.parametrize(
-    ("overwrites", "limit", "max_disk", "compacts"),
+    ("overwrites", "limit", "max_disk", "free", "compacts"),
     [
-        (3, 1, None, True),
-        (0, 1, None, False),
-        (3, 1 << 20, None, False),
-        (3, 1 << 20, 100_000, True),
-        (3, 1 << 20, 1 << 20, False),
+        (3, 1, None, 1 << 30, True),
+        (0, 1, None, 1 << 30, False),
+        (3, 1 << 20, None, 1 << 30, False),
+        (3, 1 << 20, 100_000, 1 << 30, True),
+        (3, 1 << 20, 1 << 20, 1 << 30, False),
+        (3, 1 << 20, None, 20_000, True),
+        (0, 1 << 20, None, 0, False),
     ],
 )
 def test_compaction_waits_for_more_dead_than_live_bytes_and_for_enough_of_them(
@@ -58,6 +61,7 @@ def test_compaction_waits_for_more_dead_than_live_bytes_and_for_enough_of_them(
     overwrites: int,
     limit: int,
     max_disk: int | None,
+    free: int,
     compacts: bool,
 ) -> None:
     """WIRE.md 11: when dead bytes exceed live bytes and a limit, 256 MB as delivered, or a quarter
@@ -82,6 +86,7 @@ def test_compaction_waits_for_more_dead_than_live_bytes_and_for_enough_of_them(
     ticks: list[float] = []
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(housekeeping, "save_default", save)
+    monkeypatch.setattr(Stores, "free_bytes", free)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(housekeeping._compact(state))
     assert bool(saved) == compacts

@@ -265,7 +265,7 @@ def test_a_log_full_of_what_was_overwritten_is_no_dead_end(
     server = forged("--max-disk", "1mb", directory=memory_path / "data")
     client = server.client()
     ledger, written, ends = Ledger("n"), 0, time.monotonic() + 60
-    while written < 4 * MB:
+    while written < 3 * MB:
         assert time.monotonic() < ends
         if put(client, ledger, [oracle.set_key("n", "s0", values(written % 256, 8192))]) == "OK":
             written += 8192
