@@ -25,7 +25,7 @@ from pion_vllm_mlx.lineage.preparing import used_last
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Patience
 from pion_vllm_mlx.transport.endpoint import Endpoint
-from pion_vllm_mlx.transport.local import OFF, Loan, LocalLane
+from pion_vllm_mlx.transport.local import OFF, Loan, LocalLane, NotLent
 from tests.pion_patches.zoo import build
 from tests.pion_vllm_mlx.conversation import PATIENT, ids_of, logits_of, take_turn
 from tests.pion_vllm_mlx.fake_peer import seconds_of
@@ -531,3 +531,86 @@ def test_a_chain_of_too_many_segments_comes_over_tcp(
     monkeypatch.setattr(borrowing_module, "MOST_FILES", 2)
     assert index.restore(index.find(THIRD)) is not None
     assert index.stats()["not_lent"] == {"large": 1}
+
+
+def five_turns(server: Server, tenant: str) -> tuple[Lineage, list[int]]:
+    """A conversation of five segments, no file of which was asked for yet."""
+    ids = ids_of(50, 5 * 64)
+    index = index_of(server, tenant=tenant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OFF, "1")
+        for end in range(64, len(ids) + 1, 64):
+            take_turn(index, LLAMA, ids[:end])
+    assert len(index.find(ids).links) == 5
+    return index, ids
+
+
+def test_a_missing_middle_segment_shifts_none_of_those_after_it(
+    server: Callable[..., Server], tenant: str
+) -> None:
+    """H09: of five, the third is gone: the first two are used, as they were, on both lanes."""
+    running = server()
+    index, ids = five_turns(running, tenant)
+    expected = bits_of(lend(index, ids[:128]), 128)
+    running.client().call("KV.PREFIX.DROP", index.find(ids).links[2].name)
+    match = index.find(ids)
+    assert match.tokens == 128
+    assert len(match.links) == 2
+    assert bits_of(lend(index, ids), 128) == bits_of(over_tcp(index, ids), 128) == expected
+
+
+def test_each_file_of_one_round_trip_is_that_of_its_own_name(
+    server: Callable[..., Server], tenant: str
+) -> None:
+    """H09: one without a file among five, in any place; descriptors keep to their names."""
+    running = server()
+    index, ids = five_turns(running, tenant)
+    lend(index, ids)
+    links = index.find(ids).links
+    digests = [borrowing_module.SegmentLayout(link.segment).digest for link in links]
+    lane = LocalLane.beside(Endpoint("127.0.0.1", running.port, connect_timeout=PATIENT), PATIENT)
+    for gone in range(5):
+        names = [link.name if at != gone else b"nobody" for at, link in enumerate(links)]
+        loans = lane.borrow_each(names, Patience(first_byte=PATIENT))
+        found = [None if loan is None else loan.digest for loan in loans]
+        assert found == [None if at == gone else digests[at] for at in range(5)]
+        assert len({loan.fd for loan in loans if loan is not None}) == 4
+        close_all(loans)
+    lane.close()
+
+
+def borrow_in_vain(lane: LocalLane, name: bytes) -> None:
+    """Until the server says what keeps it from making the file."""
+    ends = time.monotonic() + PATIENT
+    while time.monotonic() < ends:
+        assert lane.borrow_each([name], Patience(first_byte=PATIENT)) == [None]
+
+
+def test_an_error_for_one_of_five_releases_the_files_of_the_others(
+    server: Callable[..., Server], tenant: str
+) -> None:
+    """H09: a refusal in the middle: none is used, no descriptor stays open, TCP serves."""
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("nothing lists this process's descriptors")
+    running = server()
+    index, ids = five_turns(running, tenant)
+    expected = bits_of(over_tcp(index, ids), len(ids))
+    lane = LocalLane.beside(Endpoint("127.0.0.1", running.port, connect_timeout=PATIENT), PATIENT)
+    client = running.client()
+    links = index.find(ids).links
+    for at, link in enumerate(links):
+        layout = borrowing_module.SegmentLayout(link.segment).text
+        if at == 2:
+            layout = layout.replace(b"b 64 ", b"b 32 " + 16 * b"0")
+        assert client.call("KV.PREFIX.LEND", link.name, link.segment.gen, layout) == "OK"
+    await_files(running, [link.name for link in (*links[:2], *links[3:])])
+    with pytest.raises(NotLent, match="damaged: block 0"):
+        borrow_in_vain(lane, links[2].name)
+    lane.close()
+    before = len(os.listdir("/proc/self/fd"))
+    cache = index.restore(index.find(ids))
+    assert cache is not None
+    assert bits_of(cache, len(ids)) == expected
+    assert index.stats()["not_lent"]["refused"] == 1
+    index.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
