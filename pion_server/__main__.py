@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from pion_server import __version__
 from pion_server.config import Config, parse
-from pion_server.flags import ConfigError, help_text
+from pion_server.flag_values import ConfigError
+from pion_server.flags import help_text
 from pion_server.journal import complain
 
 

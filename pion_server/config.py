@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pion_server.flags import MB, ConfigError, Flag, find_flag, is_ignored
+from pion_server.flag_values import MB, ConfigError
+from pion_server.flags import Flag, find_flag, is_ignored
 from pion_server.tenants import Tenant, directory_of, memory_shares, share, with_quotas
 
 # Fields that two flags, or one flag twice, must not set.

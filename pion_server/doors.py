@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from pion_server.config import Config, resolve
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 
 _BACKLOG = 1024
 LOOPBACK = "127.0.0.1"

@@ -16,7 +16,7 @@ import socket
 from pion_server.config import Config, resolve
 from pion_server.doors import LOOPBACK
 from pion_server.errors import CommandError
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 from pion_server.metrics import CONTENT_TYPE, expose, figures
 from pion_server.state import ServerState
 from pion_server.wire.auth import Credentials

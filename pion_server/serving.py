@@ -19,7 +19,7 @@ from pion_server.commands.dispatch import Dispatcher
 from pion_server.config import Config
 from pion_server.doors import LOOPBACK, Doors, bind_doors, start_listening
 from pion_server.errors import LogFailed
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 from pion_server.housekeeping import start_housekeeping
 from pion_server.preloading import start_preloading
 from pion_server.process import keep_talking, raise_file_limit

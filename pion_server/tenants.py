@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pion_server.flags import ConfigError, password, size
+from pion_server.flag_values import ConfigError, password, size
 
 MOST_TENANTS = 64
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pion_server.config import Config
 from pion_server.doors import Doors, bind_tls_doors, start_listening
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 
 if TYPE_CHECKING:
     from pion_server.wire.lane import Lane

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pion_server.config import Config
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 from pion_server.store.files import PRIVATE_FILE
 
 DEFAULT_NAME = "pion.sock"

@@ -16,7 +16,7 @@ from pion_server.commands.dispatch import load_commands
 from pion_server.commands.frames import FRAMES
 from pion_server.commands.registry import COMMANDS, Command
 from pion_server.config import parse
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 from tests.pion_server.access_samples import DIM, ROW, body_for, words_for
 from tests.pion_server.wire.binary_client import AUTH, ERROR, OK, BinaryClient
 

@@ -17,7 +17,7 @@ import redis
 
 from pion_lmcache import LMCacheRemoteBackend, PionStore
 from pion_server.config import parse
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 from pion_vllm_mlx import PionPromptCache, cli
 from pion_vllm_mlx.transport import Command, Patience, Unavailable
 from pion_vllm_mlx.transport.binary import AUTH, PING, BinaryLane, Declined

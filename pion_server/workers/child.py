@@ -22,7 +22,7 @@ from typing import Any
 from pion_server import journal
 from pion_server.config import Config
 from pion_server.doors import Doors
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 from pion_server.state import ServerState
 from pion_server.tenants import Tenant
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pion_server import journal
 from pion_server.config import Config, config_of_worker
 from pion_server.doors import Doors, bind_doors
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 from pion_server.serving import announce, reports_of
 from pion_server.status import CrashLog, StatusFile
 from pion_server.store.files import DirectoryInUse, DirectoryLock

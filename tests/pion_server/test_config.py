@@ -8,7 +8,8 @@ import pytest
 
 from pion_server.config import Config, config_of_worker, parse
 from pion_server.doors import bind_doors
-from pion_server.flags import FLAGS, IGNORED, ConfigError, help_text, size
+from pion_server.flag_values import ConfigError, size
+from pion_server.flags import FLAGS, IGNORED, help_text
 from pion_server.tenants import Tenant
 
 

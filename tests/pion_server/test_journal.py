@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pion_server.config import parse
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 
 EXTRA = Path(__file__).parent / "wire" / "extra_commands.py"
 Server = Any

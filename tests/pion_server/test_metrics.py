@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pion_server.config import parse
-from pion_server.flags import ConfigError
+from pion_server.flag_values import ConfigError
 from pion_server.metrics_door import MetricsDoor
 from tests.pion_server.access_samples import DIM, ROW
 
