@@ -269,8 +269,8 @@ def _findings(
         ],
         notes=[
             "Each row of the first two tables is one request; computed: prompt tokens the server"
-            " had to compute; s: time to the first token. What a SIGKILL took is restored by then,"
-            " as `serve` begins with that.",
+            " had to compute; s: time to the first token. `serve` is ready to answer"
+            " once it has restored the conversation stored last.",
         ],
     )
 

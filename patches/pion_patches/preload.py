@@ -48,6 +48,10 @@ class Preload:
         gain = common_length(self._ids, asked) - count
         return gain >= max(1, self._tier.min_gain) and self._ended.wait(restore_seconds(gain))
 
+    def finish(self, seconds: float) -> bool:
+        """Wait until it has ended, for so many seconds at most; whether it has."""
+        return self._ended.wait(seconds)
+
     def _run(self) -> None:
         try:
             offer = self._tier.latest(self._key)

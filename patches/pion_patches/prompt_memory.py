@@ -115,20 +115,21 @@ class PromptMemory:
             except Exception as error:
                 self._wonder("a model could not be attached to the second tier", error)
 
-    def preload(self, model_key: Any) -> None:
+    def preload(self, model_key: Any) -> Preload | None:
         """Have the conversation restored that the second tier was given last, in the background.
 
         A request that goes on with it finds it here, and waits for it if it is not here yet. One
-        that would take half of `max_bytes` is left alone.
+        that would take half of `max_bytes` is left alone. None without a second tier.
         """
         if self.tier is None:
-            return
+            return None
 
         def keep(ids: np.ndarray, cache: list[Any]) -> None:
             self._keep(Entry.of(model_key, ids, cache, "user"))
             self.counts["preloaded_tokens"] += len(ids)
 
         self._preload = Preload(self.tier, model_key, keep, self.max_bytes // 2)
+        return self._preload
 
     def fetch_nearest_cache(
         self, model: Any, tokens: Sequence[int]

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pion_vllm_mlx.serve.options import add_arguments
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from pion_vllm_mlx.serve.provider import Provider
 
 __all__ = ["add_arguments", "run"]
+
+#: Seconds by which the last conversation may hold up the start; it goes on behind it.
+_PRELOAD: Final = 2.0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,8 +80,10 @@ def _serve(options: argparse.Namespace, door: Door, console: Console, ends: Exit
 
     def prepare(loaded: Provider) -> None:
         memory.attach(loaded.model_key, loaded)
-        memory.preload(loaded.model_key)
+        last = memory.preload(loaded.model_key)
         warm_up(loaded)
+        if last is not None:
+            last.finish(_PRELOAD)
 
     provider = Provider(options, prepare)
     generator = Generator(provider, memory)

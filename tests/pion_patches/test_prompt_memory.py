@@ -337,7 +337,9 @@ def test_a_request_waits_for_its_own_conversation_only_to_be_restored_ahead() ->
     going = threading.Event()
     tier = Tier(30, restore=lambda: going.wait(10))
     memory = PromptMemory(tier=tier)
-    memory.preload(KEY)
+    ahead = memory.preload(KEY)
+    assert ahead is not None
+    assert not ahead.finish(0.05)
     tier.held = 0  # whoever asks the tier itself gets nothing
     begun = time.monotonic()
     assert fetch(memory, range(500, 600))[1] == 0
@@ -365,10 +367,10 @@ def test_what_cannot_be_restored_ahead_is_asked_for_as_ever() -> None:
         (Tier(30, restore=fail_once), 1 << 40),
     ):
         memory = PromptMemory(max_bytes=most, tier=tier)
-        memory.preload(KEY)
-        assert memory._preload is not None
-        memory._preload._thread.join(10)
+        ahead = memory.preload(KEY)
+        assert ahead is not None
+        assert ahead.finish(10)
         assert fetch(memory, range(500, 600))[1] == (30 if tier.held == 30 else 0)
         assert memory.counts["preloaded_tokens"] == 0
     assert not failures
-    PromptMemory().preload(KEY)  # without a tier there is nothing to do
+    assert PromptMemory().preload(KEY) is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,51 @@ def test_every_answer_is_a_cold_servers(tmp_path: Path, family: str) -> None:
         assert complete(serve, prompts[3])[0] == expected[3]
         assert ask(serve.port, "/health")[0] == 200
         assert pion_server(serve).pid != former.pid
+
+
+def both(families: tuple[str, ...], streams: int) -> list[Any]:
+    return [pytest.param(family, streams, marks=pytest.mark.nightly) for family in families]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("family", "streams"),
+    [("qwen3_5", 4), *both(("llama", "qwen3_5", "gemma3_text", "gpt_oss"), 16)],
+)
+def test_streams_at_once_outlive_both_servers(tmp_path: Path, family: str, streams: int) -> None:
+    """SIGKILL of the pion-server while they run, then of both: every answer is a cold server's."""
+    folder = chat_model(tmp_path / "model", family)
+    kept = ("--pion-dir", str(tmp_path / "data"), "--prompt-cache-size", "4")
+    # Beginnings that are shared and some that are not, of other lengths.
+    firsts = [[*WORDS[: 150 + 9 * n], 10 + n, *WORDS[n : n + 40]] for n in range(streams)]
+    firsts[1::4] = [prompt[::-1] for prompt in firsts[1::4]]
+    nexts = [[*prompt, *WORDS[300:330]] for prompt in firsts]
+    with started(folder, "--no-pion", "--prompt-cache-size", "0") as cold:
+        expected = [complete(cold, prompt, 24)[0] for prompt in (*firsts, *nexts)]
+    with ThreadPoolExecutor(streams) as pool:
+        with started(folder, *kept) as serve:
+
+            def put(prompt: list[int]) -> str:
+                return complete(serve, prompt, 24)[0]
+
+            before = [pool.submit(put, prompt) for prompt in firsts]
+            wait_until(lambda: stats(serve)["requests"]["requests"] >= streams // 2)
+            pion_server(serve).kill()
+            assert [answer.result(300) for answer in before] == expected[:streams]
+            wait_until(lambda: "was started again" in serve.said)
+            # In the middle of the next ones, and of what is written of the first.
+            cut = [pool.submit(put, prompt) for prompt in nexts]
+            wait_until(lambda: stats(serve)["requests"]["requests"] > streams)
+            pion_server(serve).kill()
+            serve.process.kill()
+            for answer, whole in zip(cut, expected[streams:], strict=True):
+                lost = answer.exception(300)
+                assert isinstance(lost, OSError | http.client.HTTPException) or lost is None
+                assert lost is not None or answer.result() == whole
+        with started(folder, *kept) as serve:
+            after = [pool.submit(put, prompt) for prompt in (*firsts, *nexts)]
+            assert [answer.result(300) for answer in after] == expected
+            assert ask(serve.port, "/health")[0] == 200
 
 
 def test_no_server_is_left_behind_and_two_serves_share_one(tmp_path: Path) -> None:
