@@ -21,9 +21,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Final
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from .checkpoints import Places, Wishes, choose_stops, places_of
-from .live_caches import arrays_of
+from .live_caches import arrays_of, leaves_of
 from .prompt_memory import BLOCK, GRAIN, PromptMemory
 from .second_tier import SecondTier
 
@@ -101,7 +102,8 @@ class TieredPrefixCache:
     def fetch(self, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
         """The caller's own cache of the longest beginning known, and the tokens after it."""
         if self._entries:
-            # Only the multimodal generator puts anything there: whole prompts, with their logits.
+            # Put there by the multimodal generator: whole prompts with their logits, and layers of
+            # mlx-vlm's.
             stock: Any = super().fetch  # type: ignore[misc]
             cache, rest = stock(tokens)
             if cache is not None:
@@ -158,9 +160,15 @@ class TieredPrefixCache:
         return choose_stops(len(tokens), wishes, stride=self.places.stride)
 
     def store(self, tokens: list[int], cache: list[Any], evict_prefixes: bool = True) -> bool:
-        """Keep what `cache` holds of `tokens`; whether that was done."""
+        """Keep what `cache` holds of `tokens`; whether that was done.
+
+        Layers that are not mlx-lm's (mlx-vlm has classes of its own) are kept as vllm-mlx does it.
+        """
         if not tokens or not cache or len(tokens) < self._config.min_prefix_tokens:
             return False
+        if any(type(leaf).__module__ != KVCache.__module__ for leaf in leaves_of(cache)):
+            stock: Any = super().store  # type: ignore[misc]
+            return bool(stock(tokens, cache, evict_prefixes))
         counts = self.memory.counts
         before = counts["inserted"] - counts["rejected"]
         self.memory.insert_cache(self.key, tokens, list(cache))

@@ -34,7 +34,7 @@ WORKER = "tests.pion_patches.vllm_mlx_worker"
 FAMILIES = ("llama", "qwen3_5", "gemma3_text")
 #: Recurrent and windowed layers are resumed at multiples of this many tokens after a restart.
 BLOCK = 64
-STOCK = ["vllm-mlx==0.6.0"]
+STOCK = ["vllm-mlx==0.6.0", "mlx-vlm==0.7.10"]
 WANTED = ["mlx-lm==0.31.3", "mlx[cpu]==0.31.2" if sys.platform == "linux" else "mlx==0.31.2"]
 #: What vllm-mlx's scheduler, generators and HTTP server import beside those.
 IMPORTED = ["psutil", "requests", "jsonschema", "pillow", "uvicorn", "fastapi", "python-multipart"]
@@ -182,6 +182,24 @@ def with_quantisation(family: Family, port: int) -> None:
             check(f"{family.name}, --kv-cache-quantization, {prompt}", same, True)
 
 
+def on_the_multimodal_route(python: Path, port: int) -> None:
+    """Prompts of text alone, as a model that takes pictures answers them."""
+    prompts = {"first": WORDS[:300], "parting": [*WORDS[:200], *WORDS[400:440]]}
+    with Scheduler(python, "llama", 0, "--multimodal") as scheduler:
+        cold = {name: scheduler.ask(prompt)["tokens"] for name, prompt in prompts.items()}
+    for when, expected in (
+        ("new", [("first", 0), ("first", 299), ("parting", 200)]),
+        ("restarted", [("first", 299), ("parting", 239)]),
+    ):
+        with Scheduler(python, "llama", port, "--multimodal") as scheduler:
+            for name, cached in expected:
+                found = scheduler.ask(prompts[name])
+                what = f"multimodal generator, {when}, {name}"
+                check(f"{what}: the cold answer", found["tokens"] == cold[name], True)
+                check(f"{what}: {cached} cached", found["cached"], cached)
+            check(f"multimodal generator, {when}: written", scheduler.tell(flush=30), True)
+
+
 class HttpServer:
     """A server of vllm-mlx as a process, once it answers."""
 
@@ -288,6 +306,8 @@ def main() -> int:
                 if family.plain:
                     with_quantisation(family, server.port)
                 without_the_server(family, server)
+        with own_server(temporary) as server:
+            on_the_multimodal_route(python, server.port)
         over_http(python, temporary)
     print(f"{sum(RESULTS)} of {len(RESULTS)} passed")
     return 0 if all(RESULTS) else 1

@@ -330,6 +330,21 @@ def test_what_the_multimodal_generator_has_prepared_stays_its_own() -> None:
     assert (cache._stats.hits, cache._stats.misses) == (1, 1)
 
 
+class TheirCache(KVCache):
+    """As mlx-vlm has them: a class of the same name, not mlx-lm's."""
+
+
+def test_layers_that_are_not_mlx_lms_are_kept_as_vllm_mlx_does_it() -> None:
+    tier = ModelTier(None, held=0)
+    engine = Engine("llama", tier=tier)
+    layer: Any = TheirCache
+    theirs = [layer() for _ in range(4)]
+    assert engine.cache.store(WORDS[:90], theirs)
+    assert engine.cache.fetch(WORDS[:90]) == (theirs, [])
+    assert engine.cache.fetch(WORDS[:100]) == (theirs, WORDS[90:100])
+    assert tier.stored == []
+
+
 def test_a_model_that_is_unloaded_is_let_go() -> None:
     """The tier indexes it by a key of its own, and would hold its weights for ever."""
     tier = ModelTier(None, held=0)

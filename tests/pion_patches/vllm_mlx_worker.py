@@ -1,7 +1,9 @@
-"""vllm-mlx's text scheduler around a tiny random model, asked by lines of JSON; see tests/interop.
+"""vllm-mlx around a tiny random model, asked by lines of JSON; see tests/interop.
 
-python -m tests.pion_patches.vllm_mlx_worker FAMILY PORT     # 0: no prefix cache at all
-python -m tests.pion_patches.vllm_mlx_worker --write FOLDER  # a model for its HTTP server
+    python -m tests.pion_patches.vllm_mlx_worker FAMILY PORT     # 0: no prefix cache at all
+    python -m tests.pion_patches.vllm_mlx_worker --write FOLDER  # a model for its HTTP server
+
+It is the text scheduler, or with `--multimodal` the generator of models that take pictures.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -27,20 +30,26 @@ class Tokenizer:
         return " ".join(str(token) for token in ids)
 
 
-class Worker:
+def install(port: int) -> Any:
+    """The tier vllm-mlx is patched with, or None without a port."""
+    if not port:
+        return None
+    from pion_patches.vllm_mlx import install_vllm_mlx
+    from pion_vllm_mlx.serve.tier import PionTier
+    from pion_vllm_mlx.transport.endpoint import Endpoint
+
+    tier = PionTier(Endpoint("127.0.0.1", port))
+    install_vllm_mlx(tier)
+    return tier
+
+
+class TextEngine:
     """A scheduler, patched unless the port is 0."""
 
     def __init__(self, family: str, port: int, *, quantised: bool) -> None:
         from tests.pion_patches.zoo import build
 
-        self.tier: Any = None
-        if port:
-            from pion_patches.vllm_mlx import install_vllm_mlx
-            from pion_vllm_mlx.serve.tier import PionTier
-            from pion_vllm_mlx.transport.endpoint import Endpoint
-
-            self.tier = PionTier(Endpoint("127.0.0.1", port))
-            install_vllm_mlx(self.tier)
+        self.tier = install(port)
         from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
         config = SchedulerConfig(
@@ -69,12 +78,58 @@ class Worker:
             for r, waited in zip(requests, seconds, strict=True)
         ]
 
-    def reply(self, question: dict[str, Any]) -> Any:
-        if "prompts" in question:
-            return self.ask(question["prompts"], question["count"], question["penalty"])
-        if "flush" in question:
-            return self.tier.flush(question["flush"])
+    def stats(self) -> Any:
         return self.scheduler.memory_aware_cache.get_stats()
+
+
+class MultimodalEngine:
+    """The generator that multimodal models have, on prompts of text alone."""
+
+    def __init__(self, family: str, port: int) -> None:
+        from tests.pion_patches.zoo import build
+
+        self.tier = install(port)
+        from vllm_mlx.memory_cache import MemoryCacheConfig
+        from vllm_mlx.mllm_batch_generator import MLLMBatchGenerator
+
+        self.generator: Any = MLLMBatchGenerator(
+            SimpleNamespace(language_model=build(family, seed=1)),
+            SimpleNamespace(tokenizer=SimpleNamespace()),
+            prefix_cache_config=MemoryCacheConfig(max_memory_mb=500) if port else None,
+            stop_tokens={0},
+        )
+        self.asked = 0
+
+    def ask(self, prompts: list[list[int]], count: int, penalty: float) -> list[dict[str, Any]]:
+        """Answers to prompts, one after the other, greedy."""
+        return [self._answer(prompt, count, penalty) for prompt in prompts]
+
+    def _answer(self, prompt: list[int], count: int, penalty: float) -> dict[str, Any]:
+        import mlx.core as mx
+        from vllm_mlx.mllm_batch_generator import MLLMBatchRequest
+
+        self.asked += 1
+        options = {"temperature": 0.0, "repetition_penalty": penalty, "max_tokens": count}
+        request = MLLMBatchRequest(0, str(self.asked), "", input_ids=mx.array([prompt]), **options)
+        self.generator.insert([request])
+        tokens = []
+        while True:
+            for answer in self.generator.next():
+                tokens.append(int(answer.token))
+                if answer.finish_reason is not None:
+                    key = getattr(self.generator.prefix_cache, "_last_matched_key", None)
+                    return {"tokens": tokens, "cached": len(key or ()), "seconds": 0.0}
+
+    def stats(self) -> Any:
+        return self.generator.get_prefix_cache_stats()
+
+
+def reply(engine: TextEngine | MultimodalEngine, question: dict[str, Any]) -> Any:
+    if "prompts" in question:
+        return engine.ask(question["prompts"], question["count"], question["penalty"])
+    if "flush" in question:
+        return engine.tier.flush(question["flush"])
+    return engine.stats()
 
 
 def main() -> None:
@@ -84,9 +139,14 @@ def main() -> None:
         write_model(Path(sys.argv[2]), "llama", chat=True)
         return
     logging.disable(logging.WARNING)
-    worker = Worker(sys.argv[1], int(sys.argv[2]), quantised="--quantised" in sys.argv)
+    family, port = sys.argv[1], int(sys.argv[2])
+    engine: TextEngine | MultimodalEngine
+    if "--multimodal" in sys.argv:
+        engine = MultimodalEngine(family, port)
+    else:
+        engine = TextEngine(family, port, quantised="--quantised" in sys.argv)
     for line in sys.stdin:
-        print(json.dumps(worker.reply(json.loads(line))), flush=True)
+        print(json.dumps(reply(engine, json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
