@@ -24,9 +24,9 @@ def choose_operations(complain: Complain) -> Operations:
     if not mx.metal.is_available():
         return portable
     try:
-        from pion_server.attend.kernels.provider import KernelOperations
+        from pion_server.attend.kernels.provider import kernel_operations
 
-        kernels = KernelOperations(portable)
+        kernels = kernel_operations(portable)
     except Exception as error:
         complain(f"no Metal kernels, attention runs on plain MLX: {error}")
         return portable

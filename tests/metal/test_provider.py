@@ -13,10 +13,10 @@ from pion_server.attend import portable
 from pion_server.attend.fallback import with_fallback
 from pion_server.attend.kernels import (
     Disagreement,
-    KernelOperations,
     Kind,
     Operands,
     available,
+    kernel_operations,
     select,
     self_check,
 )
@@ -68,7 +68,7 @@ def queries(dim: int = 64, tokens: int = 9) -> tuple[mx.array, mx.array, mx.arra
 def test_operation_is_fitted_to_its_kernel(name: str, dtype: mx.Dtype) -> None:
     """With an exact kernel each operation answers what the portable path does."""
     fake = Fake()
-    self_check(KernelOperations(portable, fake), portable, name, 96, dtype)
+    self_check(kernel_operations(portable, fake), portable, name, 96, dtype)
     assert set(fake.kinds) == {NAMES[name]}
 
 
@@ -76,7 +76,7 @@ def test_operation_is_fitted_to_its_kernel(name: str, dtype: mx.Dtype) -> None:
 def test_lost_token_is_noticed(name: str) -> None:
     fake = Fake(lose_a_token)
     with pytest.raises(Disagreement, match="off by"):
-        self_check(KernelOperations(portable, fake), portable, name, 64, mx.float32)
+        self_check(kernel_operations(portable, fake), portable, name, 64, mx.float32)
 
 
 def test_windows_that_move_from_row_to_row_stay_with_plain_mlx() -> None:
@@ -84,7 +84,7 @@ def test_windows_that_move_from_row_to_row_stay_with_plain_mlx() -> None:
     draw = np.random.default_rng(1)
     q, k, s = (mx.array(draw.standard_normal((2, n, 64), np.float32)) for n in (3, 9, 4))
     arguments = q, k, k, s, s, np.array([0, 1], np.int32), 5
-    found = KernelOperations(portable, fake).decode(*arguments)
+    found = kernel_operations(portable, fake).decode(*arguments)
     np.testing.assert_array_equal(found, portable.decode(*arguments))
     assert fake.kinds == []
 
@@ -103,7 +103,7 @@ def test_empty_suffix_reaches_the_kernel_as_rows_it_never_reads() -> None:
 
 def test_proof_is_asked_for_once_a_variant() -> None:
     fake = Fake()
-    operations = KernelOperations(portable, fake)
+    operations = kernel_operations(portable, fake)
     q, k, v = queries()
     operations.query_one(q, k, v, 0)
     assert len(fake.kinds) == 2
@@ -116,7 +116,7 @@ def test_proof_is_asked_for_once_a_variant() -> None:
 def test_refused_kernel_is_not_run_again() -> None:
     """Not even for a request that it would answer right: here all weight is on one token."""
     fake = Fake(lose_a_token)
-    operations = KernelOperations(portable, fake)
+    operations = kernel_operations(portable, fake)
     q, k, v = queries(tokens=1)
     for _ in range(3):
         with pytest.raises(Disagreement):
@@ -128,7 +128,7 @@ def test_refusal_of_one_variant_leaves_the_others() -> None:
     def wrong_in_half(operands: Operands) -> Operands:
         return lose_a_token(operands) if operands.k.dtype == mx.float16 else operands
 
-    operations = KernelOperations(portable, Fake(wrong_in_half))
+    operations = kernel_operations(portable, Fake(wrong_in_half))
     q, k, v = queries()
     with pytest.raises(Disagreement):
         operations.query_one(q, k.astype(mx.float16), v.astype(mx.float16), 0)
@@ -139,7 +139,7 @@ def test_refusal_of_one_variant_leaves_the_others() -> None:
 def test_nan_is_a_disagreement() -> None:
     fake = Fake(lambda operands: replace(operands, q=operands.q * mx.nan))
     with pytest.raises(Disagreement, match="off by nan"):
-        self_check(KernelOperations(portable, fake), portable, "query_many", 32, mx.float32)
+        self_check(kernel_operations(portable, fake), portable, "query_many", 32, mx.float32)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no such function"), None], ids=str)
@@ -152,7 +152,7 @@ def test_engine_falls_back_with_one_warning(failure: Exception | None) -> None:
         return Fake(lose_a_token)(kind, operands)
 
     warnings: list[str] = []
-    engine = with_fallback(KernelOperations(portable, run), portable, warnings.append)
+    engine = with_fallback(kernel_operations(portable, run), portable, warnings.append)
     q, k, v = queries()
     for _ in range(3):
         answer = engine.query_one(q, k, v, 0)
@@ -173,12 +173,12 @@ def test_kernels_exist_for_the_dimensions_of_the_wire() -> None:
 def test_no_kernel_is_an_error_to_the_operations() -> None:
     q, k, v = queries(dim=40)
     with pytest.raises(ValueError, match="no kernel for D=40"):
-        KernelOperations(portable).query_one(q, k, v, 0)
+        kernel_operations(portable).query_one(q, k, v, 0)
 
 
 @pytest.mark.skipif(available(), reason="this machine has Metal")
 def test_without_metal_every_call_fails() -> None:
-    operations = KernelOperations(portable)
+    operations = kernel_operations(portable)
     q, k, v = queries()
     for _ in range(2):
         with pytest.raises(RuntimeError):
@@ -190,7 +190,7 @@ def check_through_operations(run: Run, name: str, dim: int, dtype: mx.Dtype) -> 
         out, lse = run(kind, operands)
         return mx.array(out), mx.array(lse)
 
-    self_check(KernelOperations(portable, as_arrays), portable, name, dim, dtype)
+    self_check(kernel_operations(portable, as_arrays), portable, name, dim, dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)

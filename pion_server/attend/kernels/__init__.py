@@ -7,16 +7,16 @@ harmless and every call raises: ask `available` first.
 
 from __future__ import annotations
 
-from pion_server.attend.kernels.provider import Disagreement, KernelOperations, self_check
+from pion_server.attend.kernels.provider import Disagreement, kernel_operations, self_check
 from pion_server.attend.kernels.sources import Kernel, Kind, Operands, available, select
 
 __all__ = [
     "Disagreement",
     "Kernel",
-    "KernelOperations",
     "Kind",
     "Operands",
     "available",
+    "kernel_operations",
     "select",
     "self_check",
 ]

@@ -9,7 +9,8 @@ caller takes the portable path.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
@@ -37,80 +38,30 @@ def run_kernel(kind: Kind, operands: Operands) -> tuple[mx.array, mx.array]:
     return kernel(operands)
 
 
-class KernelOperations:
-    """`Operations` by kernels; every method raises where a kernel is refused.
+def kernel_operations(portable: Operations, run: Run = run_kernel) -> Operations:
+    """`Operations` by kernels; every one raises where a kernel is refused.
 
     To be used by one thread, as the engine is. `run` is there for tests.
     """
+    return cast(Operations, _Proven(_Bare(run), portable))
 
-    def __init__(self, portable: Operations, run: Run = run_kernel) -> None:
+
+class _Proven:
+    """Asks `bare` once a small case of its own was answered as `portable` does."""
+
+    def __init__(self, bare: Operations, portable: Operations) -> None:
+        self._bare = bare
         self._portable = portable
-        self._bare = _Bare(run)
         self._verdicts: dict[tuple[str, int, mx.Dtype], Exception | None] = {}
 
-    def query_one(self, q: mx.array, k: mx.array, v: mx.array, first: int) -> mx.array:
-        """sdpa_q1; see `Operations`."""
-        return self._proven("query_one", k).query_one(q, k, v, first)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
 
-    def query_many(
-        self, q: mx.array, k: mx.array, v: mx.array, first: int
-    ) -> tuple[mx.array, mx.array]:
-        """sdpa_batched_q; see `Operations`."""
-        return self._proven("query_many", k).query_many(q, k, v, first)
-
-    def query_fused(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        suffix_k: mx.array,
-        suffix_v: mx.array,
-        head_map: NDArray[np.int32],
-        first: int,
-    ) -> mx.array:
-        """sdpa_batched_q_fused; see `Operations`."""
-        bare = self._proven("query_fused", k)
-        return bare.query_fused(q, k, v, suffix_k, suffix_v, head_map, first)
-
-    def decode(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        suffix_k: mx.array,
-        suffix_v: mx.array,
-        head_map: NDArray[np.int32],
-        window: int,
-    ) -> mx.array:
-        """sdpa_batched_q_fused, which has no window that differs from row to row."""
-        rowwise = window and q.shape[1] > 1
-        able = self._portable if rowwise else self._proven("decode", k)
-        return able.decode(q, k, v, suffix_k, suffix_v, head_map, window)
-
-    def query_sparse(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        tokens: NDArray[np.int32],
-        counts: NDArray[np.int32],
-    ) -> mx.array:
-        """sdpa_q1_sparse; see `Operations`."""
-        return self._proven("query_sparse", k).query_sparse(q, k, v, tokens, counts)
-
-    def query_sparse_fused(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        tokens: NDArray[np.int32],
-        suffix_k: mx.array,
-        suffix_v: mx.array,
-        head_map: NDArray[np.int32],
-    ) -> mx.array:
-        """sdpa_q1_sparse_fused; see `Operations`."""
-        bare = self._proven("query_sparse_fused", k)
-        return bare.query_sparse_fused(q, k, v, tokens, suffix_k, suffix_v, head_map)
+    def _call(self, name: str, q: mx.array, k: mx.array, *rest: Any) -> Any:
+        # No kernel has a window that differs from row to row.
+        rowwise = name == "decode" and rest[-1] and q.shape[1] > 1
+        able = self._portable if rowwise else self._proven(name, k)
+        return getattr(able, name)(q, k, *rest)
 
     def _proven(self, name: str, k: mx.array) -> Operations:
         case = name, k.shape[2], k.dtype
