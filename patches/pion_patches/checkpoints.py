@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from .live_caches import arrays_of, has_rows, leaves_of
-from .prompt_memory import BLOCK, GRAIN
+from .prompt_memory import ANCHOR, BLOCK, GRAIN
 
 log = logging.getLogger("pion_patches")
 
@@ -34,11 +34,15 @@ def choose_stops(length: int, wishes: Wishes, grain: int = GRAIN, stride: int = 
 
     Each wish is kept as it is; those that are worth storing are floored to the grain as well, as is
     the end; multiples of the stride lie in between. Not worth it is the end of an earlier answer:
-    its state was stored with it.
+    its state was stored with it. The end of the system prompt is an anchor.
     """
     stops = dict.fromkeys(range(stride, length - 1, stride), BLOCK)
-    stored = [place for place, kind in wishes.items() if kind != "assistant"]
-    stops |= {place - place % grain: BLOCK for place in (*stored, length - 1) if place >= grain}
+    stored = {place: kind for place, kind in wishes.items() if kind != "assistant"} | {
+        length - 1: BLOCK
+    }
+    for place, kind in sorted(stored.items(), key=lambda wish: wish[1] == "system"):
+        if place >= grain:
+            stops[place - place % grain] = ANCHOR if kind == "system" else BLOCK
     stops |= {place: kind for place, kind in wishes.items() if 0 < place < length}
     return stops
 

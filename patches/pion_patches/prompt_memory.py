@@ -32,11 +32,13 @@ from .token_ids import as_ids
 
 log = logging.getLogger("pion_patches")
 
-#: The kind of an insertion that brings a state only: a stop inside a prefill.
+#: The kind of an insertion that brings a state only: a stop inside a prefill. At an anchor other
+#: conversations are expected to begin.
 BLOCK: Final = "block"
+ANCHOR: Final = "anchor"
 #: Stored checkpoints lie at multiples of this many tokens.
 GRAIN: Final = 64
-KINDS: Final = ("system", "user", "assistant", BLOCK)
+KINDS: Final = ("system", "user", "assistant", BLOCK, ANCHOR)
 #: States of prefills that have not ended yet, of all requests together.
 _MOST_PENDING: Final = 512
 _NO_LIMIT: Final = 1 << 63
@@ -295,31 +297,34 @@ class PromptMemory:
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
         entry = Entry.of(key, tokens, cache, kind)
-        if kind == BLOCK:
+        stops = kind in (BLOCK, ANCHOR)
+        if stops:
             # The rows are still growing in the caller's batch, and copying them at each of many
             # stops is quadratic work: only the state is taken, until the rows come.
             mx.eval(list(arrays_of([states.leaves for states in entry.states.values()])))
         else:
             mx.eval(list(arrays_of(entry.cache)))
-        if kind == BLOCK:
+        if stops:
             with self._lock:
                 for count, states in entry.states.items():
                     self._hold(_name(key, entry.tokens[:count]), count, states)
-            self._store(key, entry.tokens, entry.cache)
+            self._store(key, entry.tokens, entry.cache, anchor=kind == ANCHOR)
             return
         with self._lock:
             passed = self._adopt(entry)
         for count in passed:
             self._store(key, entry.tokens[:count], entry.resume(count))
-        self._store(key, entry.tokens, entry.cache)
+        self._store(key, entry.tokens, entry.cache, anchor=kind == "system")
         self.counts["inserted"] += 1
         self._keep(entry)
 
-    def _store(self, key: Any, tokens: np.ndarray, cache: list[Any] | None) -> None:
+    def _store(
+        self, key: Any, tokens: np.ndarray, cache: list[Any] | None, *, anchor: bool = False
+    ) -> None:
         if self.tier is None or cache is None or tokens.min() < 0:
             return
         try:
-            self.tier.store(key, tokens.tolist(), cache)
+            self.tier.store(key, tokens.tolist(), cache, anchor=anchor)
         except Exception as error:
             self._wonder("a prefix could not be given to the second tier", error)
 

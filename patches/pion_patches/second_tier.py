@@ -66,10 +66,13 @@ class SecondTier(Protocol):
     def latest(self, model_key: Any) -> LatestOffer | None:
         """The conversation stored last. On a third thread, as is the restore of what it offers."""
 
-    def store(self, model_key: Any, tokens: Sequence[int], cache: Sequence[Any]) -> None:
+    def store(
+        self, model_key: Any, tokens: Sequence[int], cache: Sequence[Any], *, anchor: bool
+    ) -> None:
         """Keep a prefix. On the generation thread: take what is needed, write it elsewhere.
 
-        `cache` holds exactly `tokens` and is not the tier's to change.
+        `cache` holds exactly `tokens` and is not the tier's to change. `anchor`: other
+        conversations are expected to begin with these tokens, too.
         """
 
     def note_prefill(self, tokens: int, seconds: float) -> None:

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 BLOCK: Final = 64
 #: Of what is stored under a name; another version gives other names.
 LAYOUT_VERSION: Final = 1
-#: What names of the three kinds of record begin with.
+#: What names of the four kinds of record begin with.
 SEGMENT: Final = b"pls1-"
 CHECKPOINT: Final = b"plc1-"
 TRACE: Final = b"plt1-"
+STATE: Final = b"plx1-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,13 @@ def segment_name(start: bytes, digest: bytes) -> bytes:
 
 
 def checkpoint_name(start: bytes, digest: bytes) -> bytes:
-    """The namespace of the segment that ends, with all state, at the block end `digest`."""
+    """The namespace of the segment that ends at the block end `digest`, where state was kept."""
     return start + CHECKPOINT + digest.hex().encode()
+
+
+def state_name(start: bytes, digest: bytes) -> bytes:
+    """The namespace of all state at the block end `digest`."""
+    return start + STATE + digest.hex().encode()
 
 
 def trace_name(start: bytes, digest: bytes) -> bytes:

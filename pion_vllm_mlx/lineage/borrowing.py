@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
 import mlx.core as mx
 
@@ -24,7 +24,7 @@ from pion_vllm_mlx.lineage.blocks import BLOCK
 from pion_vllm_mlx.lineage.fetching import State, image_of, receipt_of
 from pion_vllm_mlx.lineage.match import Link, Match
 from pion_vllm_mlx.lineage.records import Segment
-from pion_vllm_mlx.manifest_fields import Rows
+from pion_vllm_mlx.manifest_fields import Blob, Rows
 from pion_vllm_mlx.pieces import Landing
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.transport import Command, Patience
@@ -72,12 +72,17 @@ def borrow_match(local: LocalLane, match: Match, patience: Patience) -> CacheIma
 
     Raises NotLent where they cannot be had or are not sound, Miss, TransportError.
     """
-    links = [link for link in match.links if link is match.links[-1] or any(link.segment.pieces())]
-    if len(links) > MOST_FILES or match.nbytes > MOST_BYTES:
-        raise NotLent("large", f"{match.nbytes} bytes in {len(links)} segments")
-    layouts = [SegmentLayout(link.segment) for link in links]
+    last = match.links[-1]
+    links = [link for link in match.links if any(link.segment.pieces())]
+    layouts = [FileLayout.of_rows(link.segment) for link in links]
+    holders = [(link.name, link.segment.gen) for link in links]
+    if match.state_gen:
+        layouts.append(FileLayout.of_state(last.segment))
+        holders.append((match.asked.state_at(match.tokens), match.state_gen))
+    if len(layouts) > MOST_FILES or match.nbytes > MOST_BYTES:
+        raise NotLent("large", f"{match.nbytes} bytes in {len(layouts)} files")
     with ExitStack() as stack:
-        loans = local.borrow_each([link.name for link in links], patience)
+        loans = local.borrow_each([name for name, _ in holders], patience)
         for loan in loans:
             if loan is not None:
                 stack.callback(loan.close)
@@ -86,10 +91,10 @@ def borrow_match(local: LocalLane, match: Match, patience: Patience) -> CacheIma
             for loan, layout in zip(loans, layouts, strict=True)
         ]
         if not all(files):
-            wanted = zip(links, layouts, files, strict=True)
+            wanted = zip(holders, layouts, files, strict=True)
             return Unmade(
                 local,
-                tuple(link.lend(layout.text) for link, layout, file in wanted if file is None),
+                tuple(order_of(*holder, layout) for holder, layout, file in wanted if file is None),
             )
         image = _read(match, links, layouts, cast(list[Loan], files))
     for command in receipt_of(match):
@@ -98,14 +103,15 @@ def borrow_match(local: LocalLane, match: Match, patience: Patience) -> CacheIma
 
 
 def _read(
-    match: Match, links: Sequence[Link], layouts: Sequence[SegmentLayout], files: Sequence[Loan]
+    match: Match, links: Sequence[Link], layouts: Sequence[FileLayout], files: Sequence[Loan]
 ) -> CacheImage:
+    """`layouts`, `files`: of the rows of each link, and of the state behind them if any."""
     state = State(match)
     try:
         places = [layout.places(file) for layout, file in zip(layouts, files, strict=True)]
-        rows = _Rows(layouts[-1], sum(link.read for link in match.links))
+        rows = _Rows(layouts[0], sum(link.read for link in match.links))
         before = 0
-        for link, layout, file, at in zip(links, layouts, files, places, strict=True):
+        for link, layout, file, at in zip(links, layouts, files, places, strict=False):
             rows.read(file, layout, at, link.read, before)
             before += link.read
         blobs = [bytearray(blob.nbytes) for blob in state.blobs]
@@ -119,22 +125,36 @@ def _read(
         raise NotLent("unsound", str(error)) from error
 
 
-class SegmentLayout:
-    """What the file of one segment holds: rows, under the checksums of its blocks, and state."""
+def order_of(name: bytes, gen: int, layout: FileLayout) -> Command:
+    """The command that has a file of a record made, as fill `gen` brought it."""
+    return Command.of("KV.PREFIX.LEND", name, gen, layout.text)
 
-    def __init__(self, segment: Segment) -> None:
-        """Raises NotLent for rows that no file can hold."""
-        self.rows = len(segment.ids)
-        self.sides: list[Tensors] = []
-        self._blobs = [leaf.blob for leaf in segment.leaves if leaf.blob is not None]
-        for side, at, rows in segment.pieces():
-            self.sides.append(tensors_of(side[0], segment.leaves[at], rows))
-        lines = [tensors.line for tensors in self.sides]
+
+class FileLayout:
+    """What a file holds: a segment's rows, under the checksums of its blocks, or its state."""
+
+    def __init__(
+        self, rows: int, sides: Sequence[Tensors], blobs: Sequence[Blob], sums: str
+    ) -> None:
+        self.rows, self.sides, self._blobs = rows, sides, blobs
+        lines = [tensors.line for tensors in sides]
         if lines:
-            lines.append(f"b {BLOCK} {''.join(segment.sums)}")
-        lines += [f"s {blob.layer} {blob.nbytes} {blob.checksum}" for blob in self._blobs]
+            lines.append(f"b {BLOCK} {sums}")
+        lines += [f"s {blob.layer} {blob.nbytes} {blob.checksum}" for blob in blobs]
         self.text = "\n".join(lines).encode()
         self.digest = hashlib.blake2b(self.text, digest_size=16).digest()
+
+    @classmethod
+    def of_rows(cls, segment: Segment) -> Self:
+        """Raises NotLent for rows that no file can hold."""
+        pieces = segment.pieces()
+        sides = [tensors_of(side[0], segment.leaves[at], rows) for side, at, rows in pieces]
+        return cls(len(segment.ids), sides, (), "".join(segment.sums))
+
+    @classmethod
+    def of_state(cls, segment: Segment) -> Self:
+        """That of the state at its end."""
+        return cls(0, (), [leaf.blob for leaf in segment.leaves if leaf.blob is not None], "")
 
     def places(self, loan: Loan) -> dict[str, int]:
         """Where in the file each tensor begins. Raises ValueError for any other file, OSError."""
@@ -166,7 +186,7 @@ class SegmentLayout:
 class _Rows:
     """The rows of a match in memory of MLX arrays: head-major, or PACKED to be decoded."""
 
-    def __init__(self, layout: SegmentLayout, tokens: int) -> None:
+    def __init__(self, layout: FileLayout, tokens: int) -> None:
         self.tokens = tokens
         self._sides = layout.sides
         sizes = [
@@ -184,7 +204,7 @@ class _Rows:
         }
 
     def read(
-        self, file: Loan, layout: SegmentLayout, places: dict[str, int], rows: int, before: int
+        self, file: Loan, layout: FileLayout, places: dict[str, int], rows: int, before: int
     ) -> None:
         """The first `rows` rows of a segment, behind the `before` rows already here.
 

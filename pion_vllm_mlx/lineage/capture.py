@@ -73,6 +73,8 @@ class Capture:
     trail: tuple[str, ...]
     stateful: bool
     prefill_step: int
+    #: Other conversations are expected to begin with these tokens.
+    anchor: bool = False
 
     @property
     def tokens(self) -> int:

@@ -13,8 +13,10 @@ from pion_vllm_mlx.lineage.blocks import BLOCK
 from pion_vllm_mlx.lineage.capture import Capture, HeldRows
 from pion_vllm_mlx.lineage.records import (
     Segment,
+    State,
     block_sums,
     write_segment,
+    write_state,
 )
 from pion_vllm_mlx.manifest_fields import Blob, LeafEntry, ManifestError, Rows
 from pion_vllm_mlx.pieces import pack_rows, row_format
@@ -85,18 +87,28 @@ def draft_rows(
 def draft_state(
     capture: Capture, parent: str, tier: Tier, prefill_seconds: float, *, traced: bool
 ) -> Iterator[Draft]:
-    """The one segment that holds a capture with its state and, unless `traced`, its trace.
+    """The state of a capture, the one segment that holds its rows and, unless `traced`, its trace.
 
-    Raises Unstorable.
+    In this order: a segment that is there had its state. Raises Unstorable.
     """
     asked, start, end = capture.asked, capture.start, capture.tokens
     digest = asked.digest_at(end).hex()
     draft = _Draft(capture, start, end, tier)
+    yield draft_end(capture)
     yield draft.sealed(asked.checkpoint_at(end), digest, parent, round(1000 * prefill_seconds))
     if not traced:
         ids, first = tuple(asked.ids[start:end].tolist()), asked.digest_after(start).hex()
         trace = Segment(first, digest, "", start, ids, capture.fingerprint)
         yield Draft(asked.trace_at(start), _write(trace), len(ids), (), ())
+
+
+def draft_end(capture: Capture) -> Draft:
+    """The state at a capture's end alone. Raises Unstorable."""
+    asked, end = capture.asked, capture.tokens
+    state = State(asked.digest_at(end).hex(), capture.fingerprint, capture.anchor)
+    leaves = enumerate(capture.leaves)
+    blobs = tuple((at, leaf.blob) for at, leaf in leaves if leaf.blob is not None)
+    return Draft(asked.state_at(end), _write(state), 0, (), blobs)
 
 
 class _Draft:
@@ -109,7 +121,6 @@ class _Draft:
         rows = slice(start - capture.start, end - capture.start)
         self._leaves: list[LeafEntry] = []
         self._pieces: list[Packed] = []
-        self._blobs: list[tuple[int, bytes]] = []
         self._lossless = True
         for index, leaf in enumerate(capture.leaves):
             sides: dict[str, Rows] = {}
@@ -121,7 +132,6 @@ class _Draft:
             blob = None
             if leaf.blob is not None:
                 blob = Blob(index, len(leaf.blob), xxhash.xxh3_64_hexdigest(leaf.blob))
-                self._blobs.append((index, leaf.blob))
             keys, values = sides.get("keys"), sides.get("values")
             self._leaves.append(LeafEntry(leaf.path, leaf.kind, leaf.meta, keys, values, blob))
         self._pieces.sort(key=lambda piece: (piece.side, piece.layer))
@@ -146,8 +156,7 @@ class _Draft:
             prefill_ms=prefill_ms,
             prefill_step=capture.prefill_step,
         )
-        pieces, blobs = tuple(self._pieces), tuple(self._blobs)
-        return Draft(name, _write(segment), end - start, pieces, blobs, prefill_ms)
+        return Draft(name, _write(segment), end - start, tuple(self._pieces), (), prefill_ms)
 
     def _sums(self) -> tuple[str, ...]:
         if not self._pieces:
@@ -172,8 +181,8 @@ def _pack(side: str, held: HeldRows, rows: slice, layers: int, tier: Tier) -> tu
     return Packed(side, held.layer, fmt, data), Rows(held.layer, count, layout, store, "")
 
 
-def _write(segment: Segment) -> bytes:
+def _write(record: Segment | State) -> bytes:
     try:
-        return write_segment(segment)
+        return write_segment(record) if isinstance(record, Segment) else write_state(record)
     except (ManifestError, TypeError) as error:
         raise Unstorable(str(error)) from error

@@ -1,22 +1,19 @@
-"""A byte budget over a tree: which records leave so that others fit.
+"""A byte budget over all records on a server: what leaves so that others fit is `tree`'s choice.
 
-Only leaves leave, the least recently used first: segments that no other rests on, each together
-with its trace. The server itself evicts by last access alone, and of a conversation that is the
-root.
+The server itself evicts by last access alone, and of a conversation that is the root.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from pion_vllm_mlx.fill import StoreFailed
-from pion_vllm_mlx.lineage.blocks import BLOCK, CHECKPOINT, SEGMENT, TRACE
+from pion_vllm_mlx.lineage.blocks import BLOCK, CHECKPOINT, SEGMENT, STATE, TRACE
 from pion_vllm_mlx.lineage.drafts import Draft
-from pion_vllm_mlx.lineage.search import get_manifest, segment_in
+from pion_vllm_mlx.lineage.search import get_manifest, segment_in, state_in
+from pion_vllm_mlx.lineage.tree import Kind, Node, Plan, choose, unreachable
 from pion_vllm_mlx.tally import Tally
 from pion_vllm_mlx.transport import Command, Lane, Patience, Reply, ServerError
 
@@ -30,90 +27,14 @@ class Oversize(Exception):
     """A conversation that does not fit into the budget by itself: nothing is evicted for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A record as the server lists it. `parent`: the record it hangs on, or none.
-
-    `is_trace`: it goes with its parent. `unused`: seconds since it was last touched. `rows`:
-    whether it takes session slots.
-    """
-
-    name: bytes
-    nbytes: int
-    parent: bytes = b""
-    is_trace: bool = False
-    unused: float = 0.0
-    rows: bool = True
-
-
-@dataclass(slots=True)
-class Plan:
-    """What to drop, in order, and the bytes and session slots that frees."""
-
-    names: list[bytes] = field(default_factory=list)
-    nbytes: int = 0
-    sessions: int = 0
-
-    def add(self, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            self.names.append(node.name)
-            self.nbytes += node.nbytes
-            self.sessions += 2 * node.rows
-
-
-def unreachable(nodes: Mapping[bytes, Node]) -> list[Node]:
-    """Records that no match can reach any more: a record above them is gone."""
-    gone: dict[bytes, bool] = {b"": False}
-
-    def is_gone(name: bytes) -> bool:
-        path = []
-        while name not in gone:
-            path.append(name)
-            gone[name] = True  # a loop reaches no root
-            name = nodes[name].parent if name in nodes else name
-        for each in path:
-            gone[each] = gone[name]
-        return gone[name]
-
-    return [node for node in nodes.values() if is_gone(node.parent)]
-
-
-def choose(
-    nodes: Mapping[bytes, Node], nbytes: int, sessions: int, keep: Iterable[bytes] = ()
-) -> Plan:
-    """Leaves to drop, longest unused first, until so many bytes and session slots are free.
-
-    Nothing in `keep` is dropped, nor what a kept record hangs on.
-    """
-    plan, kept = Plan(), set(keep)
-    resting: Counter[bytes] = Counter()
-    traces: dict[bytes, list[Node]] = {}
-    for node in nodes.values():
-        if node.is_trace:
-            traces.setdefault(node.parent, []).append(node)
-        else:
-            resting[node.parent] += 1
-    segments = [node for node in nodes.values() if not node.is_trace and node.name not in kept]
-    free = [(-node.unused, node.name) for node in segments if not resting[node.name]]
-    heapq.heapify(free)
-    while free and (plan.nbytes < nbytes or plan.sessions < sessions):
-        victim = nodes[heapq.heappop(free)[1]]
-        plan.add([victim, *traces.get(victim.name, ())])
-        resting[victim.parent] -= 1
-        parent = nodes.get(victim.parent)
-        if parent is not None and not resting[parent.name] and parent.name not in kept:
-            heapq.heappush(free, (-parent.unused, parent.name))
-    return plan
-
-
 class Keeper:
     """Keeps all records under one name prefix within a budget. One thread at a time."""
 
     def __init__(self, lane: Lane, ns_prefix: bytes, budget: int | None, tally: Tally) -> None:
         self._lane = lane
         self._prefix = ns_prefix
-        self._starts = tuple(ns_prefix + kind for kind in (SEGMENT, CHECKPOINT, TRACE))
-        self._trace = self._starts[2]
+        self._starts = tuple(ns_prefix + kind for kind in (SEGMENT, CHECKPOINT, TRACE, STATE))
+        self._kinds = dict(zip(self._starts[2:], (Kind.TRACE, Kind.STATE), strict=True))
         self._budget = budget
         self._tally = tally
         #: What manifests say, by name and generation; None of a damaged one.
@@ -137,6 +58,7 @@ class Keeper:
         more = sum(draft.stored_bytes for draft in drafts)
         wanted = 0
         if self._budget is not None:
+            # Rows it rests on; the states along them need not stay.
             chain = sum(row.nbytes for row in listed if row.name in kept)
             if chain + more > self._budget:
                 raise Oversize(f"{chain + more} bytes, the budget is {self._budget}")
@@ -202,19 +124,24 @@ class Keeper:
             self._rests.update(zip(batch, map(_rest_in, replies), strict=True))
         self._rests = {key: self._rests[key] for key in whole}
         by_name = {name: rest for (name, _), rest in self._rests.items()}
-        return {
-            row.name: Node(
-                row.name,
-                row.nbytes,
-                self._parent(row.name, by_name),
-                row.name.startswith(self._trace),
-                row.unused,
-                row.rows,
-            )
-            for row in whole.values()
-        }
+        return {row.name: self._node(row, by_name) for row in whole.values()}
 
-    def _parent(self, name: bytes, rests: Mapping[bytes, Rest | None]) -> bytes:
+    def _node(self, row: Row, rests: Mapping[bytes, Rest | None]) -> Node:
+        kind = next((k for start, k in self._kinds.items() if row.name.startswith(start)), None)
+        rest = rests[row.name]
+        return Node(
+            row.name,
+            row.nbytes,
+            self._parent(row.name, kind, rests),
+            kind or Kind.SEGMENT,
+            row.unused,
+            row.rows,
+            0 if rest is None else rest.end,
+            row.name.startswith(self._starts[1]),
+            rest is not None and rest.anchor,
+        )
+
+    def _parent(self, name: bytes, own: Kind | None, rests: Mapping[bytes, Rest | None]) -> bytes:
         """What a record hangs on; itself, which no root reaches, if it rests on rows long gone."""
         rest = rests[name]
         if rest is None:
@@ -224,19 +151,21 @@ class Keeper:
         kind = SEGMENT if name.startswith(self._starts[0]) else CHECKPOINT
         parent = self._prefix + kind + rest.parent.encode()
         above = rests.get(parent)
-        if above is None or (not name.startswith(self._trace) and not rest.is_on(above)):
+        if above is None or (own is None and not rest.is_on(above)):
             return name
         return parent
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What a segment rests on, and what may rest on it; see `Segment`."""
+    """What a record rests on, and what may rest on it; see `Segment`."""
 
     parent: str
-    start: int
-    base: str
-    trail: tuple[str, ...]
+    start: int = 0
+    end: int = 0
+    base: str = ""
+    trail: tuple[str, ...] = ()
+    anchor: bool = False
 
     def is_on(self, above: Rest) -> bool:
         """Whether it was computed on top of the very rows of `above`."""
@@ -245,10 +174,12 @@ class Rest:
 
 
 def _rest_in(reply: Reply) -> Rest | None:
+    if (held := state_in(reply)) is not None:
+        return Rest(held[1].digest, anchor=held[1].anchor)
     segment = segment_in(reply)
     if segment is None:
         return None
-    return Rest(segment.parent, segment.start, segment.base, segment.trail)
+    return Rest(segment.parent, segment.start, segment.end, segment.base, segment.trail)
 
 
 @dataclass(frozen=True, slots=True)

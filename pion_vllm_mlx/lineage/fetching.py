@@ -160,12 +160,12 @@ class _Rows:
 
 
 class State:
-    """The blobs of a match's last segment, if it has any."""
+    """The state at a match's end, if its model has any."""
 
     def __init__(self, match: Match) -> None:
         last = match.links[-1]
         self._tokens = match.tokens
-        self._name = last.name
+        self._name = match.asked.state_at(match.tokens)
         self.blobs = [leaf.blob for leaf in last.segment.leaves if leaf.blob is not None]
         self._arrived: dict[int, bytes | bytearray | memoryview] = {}
 

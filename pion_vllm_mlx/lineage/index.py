@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,15 +27,15 @@ from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage.blocks import BLOCK, CHECKPOINT, SEGMENT, Scope, floor_block
 from pion_vllm_mlx.lineage.borrowing import Unmade, try_to_borrow
 from pion_vllm_mlx.lineage.capture import Capture, Foreign, capture_cache
-from pion_vllm_mlx.lineage.drafts import draft_rows, draft_state
+from pion_vllm_mlx.lineage.drafts import Draft, draft_end, draft_rows, draft_state
 from pion_vllm_mlx.lineage.eviction import Keeper, Oversize
 from pion_vllm_mlx.lineage.fetching import fetch_match
 from pion_vllm_mlx.lineage.filling import write_draft
 from pion_vllm_mlx.lineage.known import UNKNOWN, Known
 from pion_vllm_mlx.lineage.latest import latest_ids
-from pion_vllm_mlx.lineage.match import Asked, Match
+from pion_vllm_mlx.lineage.match import Asked, Link, Match
 from pion_vllm_mlx.lineage.preparing import order_files, used_last
-from pion_vllm_mlx.lineage.search import search
+from pion_vllm_mlx.lineage.search import search, search_state
 from pion_vllm_mlx.lineage.tails import before_tail, tail_start
 from pion_vllm_mlx.namespace import model_fingerprint
 from pion_vllm_mlx.process_lock import ProcessLock
@@ -64,6 +65,10 @@ OUTCOMES: Final = {
     "oversize": "oversize",
     "failed": "stores_failed",
 }
+#: A store waits behind the writes of others.
+_UNHURRIED: Final = Patience(first_byte=2, stall=2, total=10)
+#: Records to be written and the segments they rest on, or an outcome.
+_Planned = tuple[list[Draft], tuple[Link, ...]] | str
 
 
 class Lineage:
@@ -244,12 +249,18 @@ class Lineage:
         return tuple(sorted(position for position in wished if start < position <= end))
 
     def capture(
-        self, ids: Iterable[int], cache: Sequence[Any], start: int | None = None
+        self,
+        ids: Iterable[int],
+        cache: Sequence[Any],
+        start: int | None = None,
+        *,
+        anchor: bool = False,
     ) -> Capture | None:
         """What of `cache`, which holds exactly `ids`, is worth storing, or None.
 
         Rows that this process has restored or captured before are left out; with `start` only
-        those before it. A stateful model is captured at block ends only.
+        those before it. A stateful model is captured at block ends only. `anchor`: others are
+        expected to begin with these ids, so their state is among the last to be evicted.
         """
         try:
             asked, fingerprint = self._asked(ids)
@@ -263,6 +274,7 @@ class Lineage:
                 capture = capture_cache(cache, asked, fingerprint, begun, self._prefill_step)
             except Foreign:
                 capture = capture_cache(cache, asked, fingerprint, UNKNOWN, self._prefill_step)
+            capture = dataclasses.replace(capture, anchor=anchor)
         except (UnsupportedCache, Unstorable) as refusal:
             self._tally.add("stores_failed")
             self._tally.warn_once("unsupported", "a prefix cannot be stored: %s", refusal)
@@ -306,34 +318,56 @@ class Lineage:
     def _store(self, capture: Capture, prefill_seconds: float) -> str:
         if not self._store_lane.available:
             return "failed"  # nothing is worth encoding for a server that was gone a moment ago
-        lane, patience = self._store_lane, Patience(first_byte=2, stall=2, total=10)
-        match = search(lane, capture.asked, capture.fingerprint, patience, stateful=self.stateful)
+        plan = self._plan_state if self.stateful else self._plan_rows
+        planned = plan(capture, prefill_seconds)
+        if isinstance(planned, str):
+            return planned
+        drafts, links = planned
+        self._keeper.make_room(drafts, [link.name for link in links])
+        for draft in drafts:
+            if not write_draft(self._store_lane, draft):
+                return "busy"
+            self._tally.add("bytes_stored", draft.nbytes)
+        return "stored" if drafts else "known"
+
+    def _plan_rows(self, capture: Capture, prefill_seconds: float) -> _Planned:
+        """The records the server lacks and the segments they rest on, or why there are none."""
+        match = search(
+            self._store_lane, capture.asked, capture.fingerprint, _UNHURRIED, stateful=False
+        )
         start = floor_block(match.tokens)
         if start < capture.start:
             return "gap"
-        if self.stateful and start == capture.tokens:
-            return "known"
-        if self.stateful:
-            start = capture.start
-        elif capture.tokens - start < BLOCK:
-            free = tail_start(lane, capture, patience) if match.tokens < capture.tokens else None
+        if capture.tokens - start < BLOCK:
+            free = None
+            if match.tokens < capture.tokens:
+                free = tail_start(self._store_lane, capture, _UNHURRIED)
             if free is None:
                 return "known"
             start = free
         if match.trail_at(start) != capture.trail_at(start):
             return "other"
         parent = next((link.segment.digest for link in match.links if link.end >= start > 0), "")
-        if self.stateful:
-            traced = match.seen >= capture.tokens
-            drafts = list(draft_state(capture, parent, self._tier, prefill_seconds, traced=traced))
-        else:
-            drafts = list(draft_rows(capture, start, parent, self._tier, prefill_seconds))
-        self._keeper.make_room(drafts, [link.name for link in match.links])
-        for draft in drafts:
-            if not write_draft(lane, draft):
-                return "busy"
-            self._tally.add("bytes_stored", draft.nbytes)
-        return "stored" if drafts else "known"
+        drafts = draft_rows(capture, start, parent, self._tier, prefill_seconds)
+        return list(drafts), match.links
+
+    def _plan_state(self, capture: Capture, prefill_seconds: float) -> _Planned:
+        """The same for a model with state, whose segments may have lost theirs."""
+        stored = search_state(self._store_lane, capture.asked, capture.fingerprint, _UNHURRIED)
+        before, there = stored.links_to(capture.start), stored.links_to(capture.tokens)
+        if there is not None and capture.tokens in stored.states:
+            return "known"
+        if before is None:
+            return "gap"
+        if before and before[-1].segment.trail_at(capture.start) != capture.base:
+            return "other"
+        if there is not None:
+            same = there[-1].segment.trail_at(capture.tokens) == capture.trail_at(capture.tokens)
+            return ([draft_end(capture)], there) if same else "other"
+        parent = before[-1].segment.digest if before else ""
+        traced = stored.match().seen >= capture.tokens
+        drafts = draft_state(capture, parent, self._tier, prefill_seconds, traced=traced)
+        return list(drafts), before
 
     # --- keeping -----------------------------------------------------------------------------
 

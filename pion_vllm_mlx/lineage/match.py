@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,11 +18,11 @@ from pion_vllm_mlx.lineage.blocks import (
     checkpoint_name,
     common,
     segment_name,
+    state_name,
     trace_name,
 )
 from pion_vllm_mlx.lineage.records import Segment
 from pion_vllm_mlx.pieces import row_format
-from pion_vllm_mlx.transport import Command
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,12 @@ class Asked:
         return segment_name(self.name_start, self.digest_after(start))
 
     def checkpoint_at(self, tokens: int) -> bytes:
-        """The name of the segment that ends with state at a block end."""
+        """The name of the segment that ends at a block end where state was kept."""
         return checkpoint_name(self.name_start, self.digest_at(tokens))
+
+    def state_at(self, tokens: int) -> bytes:
+        """The name of the state at a block end."""
+        return state_name(self.name_start, self.digest_at(tokens))
 
     def trace_at(self, start: int) -> bytes:
         """The name of the trace that begins at `start`, a multiple of 64."""
@@ -84,10 +88,6 @@ class Link:
         """The first token after what is used."""
         return self.segment.start + self.used
 
-    def lend(self, layout: bytes) -> Command:
-        """The command that has a file of the segment made."""
-        return Command.of("KV.PREFIX.LEND", self.name, self.segment.gen, layout)
-
     @property
     def read(self) -> int:
         """Rows to read: whole blocks, since each block has one checksum."""
@@ -111,7 +111,7 @@ class Match:
 
     `seen`: how many leading ids are stored in some form. Beyond `tokens` that is of no use but to
     tell where others would find a checkpoint useful. A match of 0 tokens is a miss, and `reason`
-    says why in a word.
+    says why in a word. `state_gen`: the fill that brought the state at its end; 0 without any.
     """
 
     asked: Asked
@@ -119,6 +119,7 @@ class Match:
     seen: int = 0
     links: tuple[Link, ...] = ()
     unavailable: bool = False
+    state_gen: int = 0
 
     @property
     def reason(self) -> str:
@@ -174,29 +175,43 @@ def match_rows(asked: Asked, segments: Mapping[int, Segment]) -> Match:
     return Match(asked, tokens, tokens, tuple(links))
 
 
-def match_state(
-    asked: Asked, segments: Mapping[int, Segment], traces: Mapping[int, Segment]
-) -> Match:
-    """For models with state: the last checkpoint all of whose segments are there.
+@dataclass(frozen=True)
+class Stored:
+    """What is there of a token list for a model with state; the ids of each are compared.
 
-    `segments` by their ends, `traces` by their first tokens; the ids of each are compared.
+    `segments` by their ends, `traces` by their first tokens; `states`: the ends whose state is
+    there, each with the fill that brought it.
     """
-    match = Match(asked)
-    for end in sorted(segments, reverse=True):
-        links = _links_to(asked, segments, end)
-        if links is not None:
-            match = Match(asked, end, end, links)
-            break
-    seen = match.tokens
-    for start in sorted(traces):
-        if start <= seen:
-            shared = common(as_ids(traces[start].ids), asked.ids[start:])
-            seen = max(seen, start + shared)
-    return Match(asked, match.tokens, seen, match.links)
+
+    asked: Asked
+    segments: Mapping[int, Segment]
+    traces: Mapping[int, Segment]
+    states: Mapping[int, int]
+
+    def match(self) -> Match:
+        """The last checkpoint whose state and all of whose segments are there."""
+        asked, match = self.asked, Match(self.asked)
+        for end in sorted(self.segments.keys() & self.states.keys(), reverse=True):
+            links = self.links_to(end)
+            if links is not None:
+                match = Match(asked, end, end, links, state_gen=self.states[end])
+                break
+        seen = match.tokens
+        for start in sorted(self.traces):
+            if start <= seen:
+                shared = common(as_ids(self.traces[start].ids), asked.ids[start:])
+                seen = max(seen, start + shared)
+        return replace(match, seen=seen)
+
+    def links_to(self, end: int) -> tuple[Link, ...] | None:
+        """The segments from the first token to `end`, each of which rests on the one before it.
+
+        None where one is missing, whether any state is there or not.
+        """
+        return _links_to(self.asked, self.segments, end)
 
 
 def _links_to(asked: Asked, segments: Mapping[int, Segment], end: int) -> tuple[Link, ...] | None:
-    """The segments from the first token to `end`, each of which rests on the one before it."""
     links: list[Link] = []
     while end:
         segment = segments.get(end)

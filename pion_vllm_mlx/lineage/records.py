@@ -2,9 +2,10 @@
 
 Of a model whose layers are all plain attention a segment holds rows of tokens `[start, end)`, and
 any part of it can be restored. Of a model that has other state, too, it holds the rows since the
-checkpoint it was computed from, and the state at its end, where alone it can be restored. Beside
-the latter lies a trace, the token ids alone: it shows where a conversation leaves another between
-two checkpoints.
+checkpoint it was computed from, and says what the state at its end is. That state is a record of
+its own: where it is gone, what comes after still rests on the rows, and only there it cannot be
+resumed. Beside them lies a trace, the token ids alone: it shows where a conversation leaves another
+between two checkpoints.
 
 A segment rests on exactly those rows its computation began with. Another run over the same tokens,
 in other chunks, say, differs in a few last bits, so each segment names what it rests on by its
@@ -42,6 +43,7 @@ from pion_vllm_mlx.manifest_fields import (
 )
 
 _KIND: Final = "pion-segment"
+_STATE_KIND: Final = "pion-state"
 _VERSION: Final = 1
 _DIGITS: Final = 16
 #: Tokens of one segment at most, whose manifest then still fits.
@@ -98,6 +100,37 @@ class Segment:
         """What two segments must share to be one prefix: leaves, layers, layouts, formats."""
         leaves = [(leaf.path, leaf.kind) for leaf in self.leaves]
         return [leaves, [(s, at, r.layer, r.layout, r.store) for s, at, r in self.pieces()]]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Says that the state at the end of the segment `digest` is stored, whole.
+
+    Its blobs are those which the segment's leaves describe. `anchor`: other conversations are
+    expected to begin with these tokens, so it is worth more than those around it.
+    """
+
+    digest: str
+    fingerprint: str
+    anchor: bool = False
+
+
+def write_state(state: State) -> bytes:
+    """Encode; raises ManifestError."""
+    fields = {"digest": state.digest, "model": state.fingerprint, "anchor": state.anchor}
+    return seal(_STATE_KIND, _VERSION, fields)
+
+
+def read_state(blob: bytes | bytearray | memoryview) -> State:
+    """Decode and check; raises ManifestError."""
+    return unseal(_STATE_KIND, _VERSION, blob, _state_in)
+
+
+def _state_in(loaded: Any) -> State:
+    digest, model, anchor = fields_of(loaded, ("digest", "model", "anchor"))
+    if not isinstance(anchor, bool):
+        raise ManifestError("an anchor is true or false")
+    return State(hex_in(digest, 64), hex_in(model, 64), anchor)
 
 
 def block_sums(pieces: Sequence[memoryview], rows: int) -> tuple[str, ...]:

@@ -4,42 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from pion_vllm_mlx.lineage.blocks import BLOCK
-from pion_vllm_mlx.lineage.match import Asked, Match, match_rows, match_state
-from pion_vllm_mlx.lineage.records import Segment, read_segment
+from pion_vllm_mlx.lineage.match import Asked, Match, Stored, match_rows
+from pion_vllm_mlx.lineage.records import Segment, State, read_segment, read_state
 from pion_vllm_mlx.manifest_fields import ManifestError
 from pion_vllm_mlx.pieces import row_format
 from pion_vllm_mlx.transport import Command, Lane, Patience, Reply
 
 _MOST_LAYERS: Final = 256
+Buffer = bytes | bytearray | memoryview
+Read = TypeVar("Read")
 
 
 def search(
     lane: Lane, asked: Asked, fingerprint: str, patience: Patience, *, stateful: bool
 ) -> Match:
-    """The longest stored prefix of `asked`; raises TransportError.
+    """The longest stored prefix of `asked` that can be restored; raises TransportError.
 
     Whatever is absent, damaged, of another model or about other tokens ends the match before it.
     """
+    if stateful:
+        return search_state(lane, asked, fingerprint, patience).match()
     starts = range(0, len(asked.digests) * BLOCK, BLOCK)
-    if not starts:
-        return Match(asked)
-    if not stateful:
-        names = [asked.segment_at(start) for start in starts]
-        replies = lane.exchange([get_manifest(name) for name in names], patience)
-        found = _segments(zip(starts, replies, strict=True), asked.digest_after, fingerprint)
-        return match_rows(asked, {s: each for s, each in found.items() if each.start == s})
+    names = [asked.segment_at(start) for start in starts]
+    replies = lane.exchange([get_manifest(name) for name in names], patience) if names else ()
+    found = _segments(zip(starts, replies, strict=True), asked.digest_after, fingerprint)
+    return match_rows(asked, {s: each for s, each in found.items() if each.start == s})
+
+
+def search_state(lane: Lane, asked: Asked, fingerprint: str, patience: Patience) -> Stored:
+    """Every record of a model with state that `asked` may rest on; raises TransportError."""
+    starts = range(0, len(asked.digests) * BLOCK, BLOCK)
     ends = [start + BLOCK for start in starts]
-    names = [asked.checkpoint_at(end) for end in ends] + [asked.trace_at(s) for s in starts]
+    if not ends:
+        return Stored(asked, {}, {}, {})
+    names = [asked.checkpoint_at(end) for end in ends]
+    names += [asked.trace_at(start) for start in starts]
+    names += [asked.state_at(end) for end in ends]
     replies = lane.exchange([get_manifest(name) for name in names], patience)
-    states = zip(ends, replies, strict=False)
-    traces = zip(starts, replies[len(ends) :], strict=True)
-    return match_state(
+    segments, traces, states = (
+        replies[at : at + len(ends)] for at in range(0, len(names), len(ends))
+    )
+    return Stored(
         asked,
-        _segments(states, asked.digest_at, fingerprint),
-        _segments(traces, asked.digest_after, fingerprint),
+        _segments(zip(ends, segments, strict=True), asked.digest_at, fingerprint),
+        _segments(zip(starts, traces, strict=True), asked.digest_after, fingerprint),
+        _states(zip(ends, states, strict=True), asked, fingerprint),
     )
 
 
@@ -50,10 +62,20 @@ def get_manifest(name: bytes) -> Command:
 
 def segment_in(reply: Reply) -> Segment | None:
     """The segment of a META GET's reply; None for anything else."""
+    found = _manifest_in(reply, read_segment)
+    return None if found is None else replace(found[1], gen=found[0])
+
+
+def state_in(reply: Reply) -> tuple[int, State] | None:
+    """The same for what says that a state is there, with the fill that brought it."""
+    return _manifest_in(reply, read_state)
+
+
+def _manifest_in(reply: Reply, read: Callable[[Buffer], Read]) -> tuple[int, Read] | None:
     match reply:
         case [int() as gen, bytes() | bytearray() | memoryview() as blob]:
             try:
-                return replace(read_segment(blob), gen=gen)
+                return gen, read(blob)
             except ManifestError:
                 return None
     return None
@@ -74,6 +96,17 @@ def _segments(
         ):
             found[position] = segment
     return found
+
+
+def _states(replies: Iterable[tuple[int, Reply]], asked: Asked, fingerprint: str) -> dict[int, int]:
+    """The ends whose state is there, each with the fill that brought it."""
+    states = {}
+    for end, reply in replies:
+        gen, state = state_in(reply) or (0, None)
+        mark = asked.digest_at(end).hex(), fingerprint
+        if state is not None and (state.digest, state.fingerprint) == mark:
+            states[end] = gen
+    return states
 
 
 def _is_readable(segment: Segment) -> bool:

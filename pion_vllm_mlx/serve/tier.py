@@ -153,7 +153,14 @@ class PionTier:
         """The caches, or None."""
         return offer.lineage.restore(offer.match)
 
-    def store(self, model_key: Any, tokens: Sequence[int], cache: Sequence[Any]) -> None:
+    def store(
+        self,
+        model_key: Any,
+        tokens: Sequence[int],
+        cache: Sequence[Any],
+        *,
+        anchor: bool = False,
+    ) -> None:
         """Copy what is new of a prefix; the writer sends it."""
         index = self._indexes.get(model_key)
         if index is None:
@@ -161,7 +168,7 @@ class PionTier:
         if self._bytes_waiting > _WAITING:
             self._dropped += 1
             return
-        capture = index.capture(tokens, cache)
+        capture = index.capture(tokens, cache, anchor=anchor)
         if capture is not None:
             with self._lock:
                 self._bytes_waiting += capture.nbytes

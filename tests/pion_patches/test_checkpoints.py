@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pion_patches.checkpoints import ROWLESS_STRIDE, STRIDE, choose_stops, cut_segments, stride_of
-from pion_patches.prompt_memory import BLOCK
+from pion_patches.prompt_memory import ANCHOR, BLOCK
 from tests.pion_patches.zoo import families
 
 
 def test_stops_are_wishes_their_blocks_and_strides() -> None:
     stops = choose_stops(1300, {600: "system", 1290: "user"})
-    assert stops == {512: BLOCK, 576: BLOCK, 600: "system", 1024: BLOCK, 1280: BLOCK, 1290: "user"}
+    assert stops == {512: BLOCK, 576: ANCHOR, 600: "system", 1024: BLOCK, 1280: BLOCK, 1290: "user"}
     assert choose_stops(200, {100: "assistant"}) == {100: "assistant", 192: BLOCK}
     assert choose_stops(40, {10: "system", 40: "user", 0: "user"}) == {10: "system"}
     assert choose_stops(5000, {}, stride=2048) == {2048: BLOCK, 4096: BLOCK, 4992: BLOCK}

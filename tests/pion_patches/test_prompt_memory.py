@@ -275,7 +275,9 @@ class Tier:
     def latest(self, model_key: Any) -> Latest:
         return Latest(self.last, list(range(self.last)), nbytes=self.last)
 
-    def store(self, model_key: Any, tokens: Sequence[int], cache: Sequence[Any]) -> None:
+    def store(
+        self, model_key: Any, tokens: Sequence[int], cache: Sequence[Any], *, anchor: bool = False
+    ) -> None:
         self.stored.append(len(tokens))
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pion_vllm_mlx.lineage import Lineage
-from pion_vllm_mlx.lineage.eviction import Node, choose, unreachable
+from pion_vllm_mlx.lineage.tree import Kind, Node, choose, unreachable
 from tests.pion_patches.shipping import largest_difference
 from tests.pion_patches.zoo import build
 from tests.pion_vllm_mlx.conversation import Cold, ids_of, index_of, logits_of, take_turn
@@ -45,7 +46,7 @@ def test_the_longest_unused_leaf_goes_first_and_its_trunk_never_before_it() -> N
 def test_a_trace_goes_with_its_segment_only() -> None:
     nodes = tree(
         Node(b"s", 10, b"", unused=5),
-        Node(b"t", 0, b"s", is_trace=True, unused=90),
+        Node(b"t", 0, b"s", kind=Kind.TRACE, unused=90),
         Node(b"other", 10, b"", unused=1),
     )
     assert choose(nodes, 1, 0).names == [b"s", b"t"]
@@ -88,14 +89,76 @@ def test_what_hangs_on_nothing_is_unreachable() -> None:
     }
 
 
+def chain(*ends: int, bare: tuple[int, ...] = (), anchor: int = 0) -> dict[bytes, Node]:
+    """A conversation of a model with state: a segment to each end, with 10 bytes of state."""
+    nodes, above = [], b""
+    for end in ends:
+        name = b"s%d" % end
+        nodes.append(Node(name, 1, above, end=end, stateful=True, unused=2000.0 - end))
+        if end not in bare:
+            state = Node(b"x%d" % end, 10, name, Kind.STATE, 2000.0 - end, rows=False)
+            nodes.append(dataclasses.replace(state, anchor=end == anchor))
+        above = name
+    return tree(*nodes)
+
+
+def test_states_within_a_conversation_go_before_any_leaf_and_its_rows_stay() -> None:
+    nodes = chain(*range(64, 64 * 11, 64)) | tree(Node(b"old", 100, unused=9999.0))
+    assert all(name.startswith(b"x") for name in choose(nodes, 60, 0).names)
+    assert choose(nodes, 80, 0).names[-1] == b"old"
+
+
+def test_states_that_stay_lie_the_denser_the_nearer_the_end_they_are() -> None:
+    ends = range(64, 64 * 33, 64)
+    gone = {int(name[1:]) for name in choose(chain(*ends), 220, 0).names}
+    left = [end for end in ends if end not in gone]
+    gaps = [after - before for before, after in zip([0, *left], left, strict=False)]
+    assert len(left) == 10
+    assert left[-3:] == [64 * 30, 64 * 31, 64 * 32]
+    # Twice as far from the end, about twice as far apart, and never in one jump to the start.
+    assert gaps[-1] == gaps[-2] == 64
+    assert gaps[0] == max(gaps)
+    assert 64 * 6 <= gaps[0] <= 64 * 16
+
+
+def test_the_states_that_most_is_expected_of_go_last() -> None:
+    """The end of the system prompt, where conversations part, and the last two of each."""
+    other = Node(b"fork", 1, b"s320", end=384, stateful=True)
+    state = Node(b"xfork", 10, b"fork", Kind.STATE, rows=False)
+    nodes = chain(*range(64, 64 * 11, 64), anchor=128) | tree(other, state)
+    keep = [b"s%d" % end for end in range(64, 64 * 11, 64)] + [b"fork"]
+    order = choose(nodes, 10_000, 0, keep).names
+    spare = {b"x64", b"x192", b"x256", b"x384", b"x448"}
+    assert set(order[: len(spare)]) == spare
+    assert order[-1] == b"x128"
+    assert set(order[len(spare) :]) >= {b"x512", b"x576", b"x320"}
+
+
+def test_a_segment_without_its_state_goes_once_nothing_rests_on_it() -> None:
+    nodes = chain(64, 128, 192, 256, bare=(128, 192), anchor=64) | tree(
+        Node(b"old", 5, unused=1990.0)
+    )
+    assert choose(nodes, 1, 0).names == [b"old"]
+    assert choose(nodes, 6, 0).names == [b"old", b"s256", b"x256"]
+    assert choose(nodes, 18, 0).names[3:] == [b"s192", b"s128"]
+
+
 @st.composite
 def forests(draw: st.DrawFn) -> dict[bytes, Node]:
     count = draw(st.integers(0, 20))
     nodes: dict[bytes, Node] = {}
     for number in range(count):
-        parent = draw(st.sampled_from([b"", *nodes]))
-        size, age = draw(st.integers(0, 50)), draw(st.integers(0, 9))
-        nodes[b"%d" % number] = Node(b"%d" % number, size, parent, unused=float(age))
+        parent = draw(st.sampled_from([b"", *(n for n in nodes if n.isdigit())]))
+        size, age = draw(st.integers(0, 50)), float(draw(st.integers(0, 9)))
+        name, above = b"%d" % number, nodes[parent].end if parent else 0
+        nodes[name] = Node(name, size, parent, unused=age, end=above + 64, stateful=True)
+        for kind in draw(st.sets(st.sampled_from([Kind.STATE, Kind.TRACE]))):
+            anchor, size = (
+                draw(st.booleans()),
+                draw(st.integers(0, 50)) if kind is Kind.STATE else 0,
+            )
+            hung = name + kind.value.encode()
+            nodes[hung] = Node(hung, size, name, kind, age, rows=False, anchor=anchor)
     return nodes
 
 
@@ -104,7 +167,7 @@ def forests(draw: st.DrawFn) -> dict[bytes, Node]:
 def test_whatever_the_tree_enough_is_freed_and_what_is_left_is_a_tree(
     nodes: dict[bytes, Node], nbytes: int, data: st.DataObject
 ) -> None:
-    leaf = data.draw(st.sampled_from([b"", *nodes]))
+    leaf = data.draw(st.sampled_from([b"", *(name for name in nodes if name.isdigit())]))
     keep = []
     while leaf:
         keep.append(leaf)
@@ -112,6 +175,8 @@ def test_whatever_the_tree_enough_is_freed_and_what_is_left_is_a_tree(
     plan = choose(nodes, nbytes, 0, keep)
     free = sum(node.nbytes for node in nodes.values() if node.name not in keep)
     assert plan.nbytes >= min(nbytes, free)
+    assert plan.nbytes == sum(nodes[name].nbytes for name in set(plan.names))
+    assert len(set(plan.names)) == len(plan.names)
     assert not set(plan.names) & set(keep)
     left = {name: node for name, node in nodes.items() if name not in plan.names}
     assert not unreachable(left)

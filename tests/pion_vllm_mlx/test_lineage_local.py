@@ -20,8 +20,8 @@ from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage import Lineage
 from pion_vllm_mlx.lineage import borrowing as borrowing_module
-from pion_vllm_mlx.lineage.eviction import Node
 from pion_vllm_mlx.lineage.preparing import used_last
+from pion_vllm_mlx.lineage.tree import Kind, Node
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Patience
 from pion_vllm_mlx.transport.endpoint import Endpoint
@@ -398,7 +398,7 @@ def test_rows_damaged_on_the_server_are_lent_to_nobody(
     index = index_of(running, tenant=tenant)
     match = index.find(THIRD)
     for link in match.links:
-        layout = borrowing_module.SegmentLayout(link.segment)
+        layout = borrowing_module.FileLayout.of_rows(link.segment)
         running.client().call("KV.PREFIX.LEND", link.name, link.segment.gen, layout.text)
     time.sleep(2.0)
     assert index.restore(match) is None
@@ -472,7 +472,8 @@ def close_all(loans: list[Loan | None]) -> None:
 
 
 def node(name: str, parent: str = "", nbytes: int = 10, unused: float = 0.0) -> Node:
-    return Node(name.encode(), nbytes, parent.encode(), name.startswith("t"), unused)
+    kind = {"t": Kind.TRACE, "s": Kind.STATE}.get(name[0], Kind.SEGMENT)
+    return Node(name.encode(), nbytes, parent.encode(), kind, unused)
 
 
 def names_of(*nodes: Node, nbytes: int = 1000, most: int = 100) -> list[str]:
@@ -489,6 +490,9 @@ def test_what_was_used_last_comes_first_and_never_without_what_it_hangs_on() -> 
     assert names_of(*everything, most=3) == ["a", "c", "b"]
     assert names_of(*everything, nbytes=15) == []
     assert names_of() == []
+    # Of states the one a conversation goes on from; those before it are of no use to it.
+    states = node("sa", "a", unused=9), node("sc", "c", unused=1)
+    assert names_of(root, right, *states) == ["a", "c", "sc"]
     # A record that hangs on itself, or on one that is gone, is no reason to go on for ever.
     assert names_of(node("a", "a"), node("b", "gone")) == ["a", "b"]
 

@@ -16,13 +16,16 @@ from hypothesis import strategies as st
 from pion_patches.pieces import RowLayout
 from pion_vllm_mlx.lineage import Lineage
 from pion_vllm_mlx.lineage.blocks import BLOCK, Scope
-from pion_vllm_mlx.lineage.match import Asked, match_rows, match_state
+from pion_vllm_mlx.lineage.match import Asked, Stored, match_rows
 from pion_vllm_mlx.lineage.records import (
     Segment,
+    State,
     block_sums,
     next_trail,
     read_segment,
+    read_state,
     write_segment,
+    write_state,
 )
 from pion_vllm_mlx.manifest_fields import Blob, LeafEntry, ManifestError, Rows
 from pion_vllm_mlx.transport.endpoint import Endpoint
@@ -84,6 +87,21 @@ TWO = segment(ASKED, 128, 300, ONE)
 )
 def test_a_manifest_comes_back_as_it_was(made: Segment) -> None:
     assert read_segment(write_segment(made)) == made
+
+
+@pytest.mark.parametrize("made", [State("d" * 64, MODEL), State("e" * 64, MODEL, anchor=True)])
+def test_a_states_manifest_comes_back_as_it_was(made: State) -> None:
+    blob = write_state(made)
+    assert read_state(blob) == made
+    body = blob.partition(b"\n")[2]
+    for wrong in (body.replace(b"true", b"1").replace(b"false", b"0"), body.replace(b"d", b"g")):
+        head = f"pion-state 1 {xxhash.xxh3_128_hexdigest(wrong)}\n".encode()
+        with pytest.raises(ManifestError):
+            read_state(head + wrong)
+    with pytest.raises(ManifestError):
+        read_state(write_segment(ONE))
+    with pytest.raises(ManifestError):
+        read_segment(blob)
 
 
 def test_a_manifest_of_the_first_layout_is_still_read() -> None:
@@ -219,14 +237,23 @@ def test_a_stateful_match_ends_at_the_last_checkpoint_with_all_it_rests_on() -> 
     first = segment(ASKED, 0, 128, None, state=True)
     second = segment(ASKED, 128, 256, first, state=True)
     third = segment(ASKED, 256, 384, second, state=True)
-    assert match_state(ASKED, {128: first, 256: second, 384: third}, {}).tokens == 384
-    assert match_state(ASKED, {128: first, 384: third}, {}).tokens == 128
-    assert match_state(ASKED, {256: second, 384: third}, {}).tokens == 0
+
+    def matched(segments: dict[int, Segment], *gone: int, **more: Any) -> tuple[int, int]:
+        traces, states = more.get("traces", {}), segments.keys() - set(gone)
+        match = Stored(ASKED, segments, traces, states).match()
+        return match.tokens, match.seen
+
+    whole = {128: first, 256: second, 384: third}
+    assert matched(whole) == (384, 384)
+    assert matched(whole, 384) == (256, 256)
+    assert matched(whole, 256) == (384, 384)
+    assert matched(whole, 128, 256, 384) == (0, 0)
+    assert matched({128: first, 384: third}) == (128, 128)
+    assert matched({256: second, 384: third}) == (0, 0)
     other = segment(ASKED, 0, 128, None, state=True, salt="x")
-    assert match_state(ASKED, {128: other, 256: second}, {}).tokens == 128
+    assert matched({128: other, 256: second}) == (128, 128)
     trace = Segment("d" * 64, "", "", 128, (*IDS[128:200], 5, 5, 5), MODEL)
-    match = match_state(ASKED, {128: first}, {128: trace})
-    assert (match.tokens, match.seen) == (128, 200)
+    assert matched({128: first}, traces={128: trace}) == (128, 200)
 
 
 @settings(max_examples=200, deadline=None)
