@@ -75,6 +75,11 @@ class Entry:
             a.nbytes for leaf in leaves_of(self.cache) if has_rows(leaf) for a in arrays_of(leaf)
         )
 
+    @property
+    def row_kinds(self) -> set[type]:
+        """The classes of the caches that keep a row a token."""
+        return {type(leaf) for leaf in leaves_of(self.cache) if has_rows(leaf)}
+
     def common(self, tokens: np.ndarray) -> int:
         """How many leading tokens are the same."""
         return common_length(self.tokens, tokens)

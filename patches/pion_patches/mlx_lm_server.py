@@ -3,29 +3,33 @@
     install_mlx_lm_server_patch()
     mlx_lm.server.main()
 
-Three names of `mlx_lm.server` are bound to classes of ours, each a subclass or a stand-in of what
-was there; no code of the server is changed. Beside the prompt cache these are the generator of
-responses, which stops prefills where recurrent and windowed layers can be resumed (`checkpoints`)
-and refuses an empty prompt, and the batch generator, which never pads a prompt on the right.
+Four names of `mlx_lm.server` are bound to ours, each a subclass or a stand-in of what was there; no
+code of the server is changed. Beside the prompt cache these are the generator of responses, which
+stops prefills where recurrent and windowed layers can be resumed (`checkpoints`) and refuses an
+empty prompt, the batch generator, which never pads a prompt on the right, and the generation of one
+answer at a time, which stops as the batches do (`sequential`).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final
 
 import mlx_lm
 from mlx_lm import server
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, stream_generate
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ResponseGenerator
 
 from ._patch import Patch, PatchConflict, require_signature, require_version
 from .checkpoints import Places, choose_stops, cut_segments, find_wishes, places_of
 from .even_batches import EvenBatchGenerator
-from .prompt_memory import PromptMemory
+from .prompt_memory import BLOCK, PromptMemory
+from .sequential import Single, chunk_ends, stream_with_pauses
 
 log = logging.getLogger("pion_patches")
 
@@ -43,9 +47,23 @@ class ServedBatchGenerator(EvenBatchGenerator):
         self._serving = getattr(_THREAD, "serving", None)
 
 
+def stream_one(**options: Any) -> Iterator[Any]:
+    """In the place of `stream_generate` in mlx_lm.server, which passes everything by name."""
+    serving = getattr(_THREAD, "serving", None)
+    single = serving.single if isinstance(serving, StoppingResponseGenerator) else None
+    # With images the prompt's tokens are not all there is to it.
+    has_images = options.get("input_embeddings") is not None
+    if single is None or has_images or not single.ends_with(options["prompt"]):
+        yield from stream_generate(**options)
+    else:
+        yield from stream_with_pauses(single, **options)
+
+
 class StoppingResponseGenerator(ResponseGenerator):
     """Cuts the prompts of models that need it, and tells the prompt cache about the model."""
 
+    #: The request that is served alone.
+    single: Single | None = None
     _known: tuple[Any, Places] = (None, Places(False))
 
     def _generate(self) -> None:
@@ -76,7 +94,33 @@ class StoppingResponseGenerator(ResponseGenerator):
                 log.debug("the ends of messages are not known: %r", error)
             stops = choose_stops(len(prompt), wishes, stride=self._known[1].stride)
             segments, kinds = cut_segments(segments, kinds, stops)
+        self.single = self._alone(prompt, segments, kinds) if vision is None else None
         return prompt, segments, kinds, state, vision
+
+    def _serve_single(self, request: Any, stream: Any) -> None:
+        self.single = None
+        stock: Any = super()._serve_single
+        stock(request, stream)
+
+    def _alone(
+        self, prompt: list[int], segments: list[list[int]], kinds: list[str]
+    ) -> Single | None:
+        """How a request is served if that is done alone."""
+        memory, provider = self.prompt_cache, self.model_provider
+        if not isinstance(memory, PromptMemory):
+            return None
+        flags, stateful = provider.cli_args, self.is_stateful(provider.model)
+        ends = itertools.accumulate(len(segment) for segment in segments)
+        # The last token is computed by itself in any case: before it ends what can be resumed.
+        stops = {len(prompt) - 1: BLOCK, **dict(zip(ends, kinds, strict=True))} if stateful else {}
+        if flags.kv_bits is not None:
+            start, step = flags.quantized_kv_start, flags.prefill_step_size
+            stops = chunk_ends(len(prompt), start, step, stateful=stateful)
+
+        def keep(tokens: list[int], cache: list[Any], kind: str) -> None:
+            memory.insert_cache(provider.model_key, tokens, cache, cache_type=kind)
+
+        return Single(prompt, stops, keep, self.pass_state, stateful)
 
     def is_stateful(self, model: Any) -> bool:
         """Whether any of a model's caches cannot be cut at every token."""
@@ -94,15 +138,16 @@ class StoppingResponseGenerator(ResponseGenerator):
 
 
 #: Names in mlx_lm.server: what must be there, and what goes there.
-_BOUND: Final[dict[str, tuple[type, type]]] = {
+_BOUND: Final[dict[str, tuple[Any, Any]]] = {
     "LRUPromptCache": (LRUPromptCache, PromptMemory),
     "ResponseGenerator": (ResponseGenerator, StoppingResponseGenerator),
     "BatchGenerator": (BatchGenerator, ServedBatchGenerator),
+    "stream_generate": (stream_generate, stream_one),
 }
 
 
 class MlxLmServerPatch(Patch):
-    """The three names of mlx_lm.server, bound to our classes."""
+    """The four names of mlx_lm.server, bound to ours."""
 
     name: ClassVar[str] = "mlx_lm.server"
 
@@ -116,6 +161,7 @@ class MlxLmServerPatch(Patch):
             (LRUPromptCache.insert_cache, PromptMemory.insert_cache),
             (LRUPromptCache.stats_by_type, PromptMemory.stats_by_type),
             (ResponseGenerator._tokenize, StoppingResponseGenerator._tokenize),
+            (ResponseGenerator._serve_single, StoppingResponseGenerator._serve_single),
             (BatchGenerator._next, EvenBatchGenerator._next),
         ):
             require_signature(found, template)

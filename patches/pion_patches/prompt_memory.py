@@ -17,18 +17,19 @@ import hashlib
 import logging
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from .live_caches import arrays_of
 from .memory_entry import Entry, Incoherent, States
 from .preload import Preload
 from .second_tier import FIND, Fence, SecondTier, restore_seconds
-from .token_ids import as_ids
+from .token_ids import as_ids, common_length
 
 log = logging.getLogger("pion_patches")
 
@@ -41,6 +42,7 @@ GRAIN: Final = 64
 KINDS: Final = ("system", "user", "assistant", BLOCK, ANCHOR)
 #: States of prefills that have not ended yet, of all requests together.
 _MOST_PENDING: Final = 512
+_MOST_INEXACT: Final = 16
 _NO_LIMIT: Final = 1 << 63
 
 
@@ -49,7 +51,9 @@ class PromptMemory:
 
     One that is larger than `max_bytes` by itself is not kept, and costs no other its place.
     Thread-safe. `counts`: hits, misses, tokens_reused, tier_hits, tier_tokens, preloaded_tokens,
-    inserted, rejected, incoherent, evicted, errors.
+    inserted, rejected, incoherent, evicted, errors, and inexact: prompts that were resumed earlier
+    than they match, or not at all, because with `--kv-bits` the answer had been another one than
+    without any reuse.
     """
 
     def __init__(
@@ -72,6 +76,10 @@ class PromptMemory:
         self.fence = Fence()
         self._preload: Preload | None = None
         self._number = 0
+        #: With `--kv-bits`: the tokens before which nothing is quantised, and those of a chunk.
+        self._quantised: tuple[int, int] | None = None
+        #: What the last answers ended with, of which nothing could be kept then.
+        self._inexact: deque[tuple[Any, np.ndarray]] = deque(maxlen=_MOST_INEXACT)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -102,8 +110,12 @@ class PromptMemory:
         known = self._models.get(model_key)
         if known is not None and known() is provider.model:
             return
-        limit = getattr(provider.cli_args, "prompt_cache_bytes", None)
+        flags = provider.cli_args
+        limit = getattr(flags, "prompt_cache_bytes", None)
         with self._lock:
+            self._quantised = None
+            if getattr(flags, "kv_bits", None) is not None:
+                self._quantised = flags.quantized_kv_start, flags.prefill_step_size
             self.max_bytes = self.max_bytes if limit is None else limit
             self._models[model_key] = weakref.ref(provider.model)
             self._entries = OrderedDict(
@@ -246,7 +258,10 @@ class PromptMemory:
         if self._preload is not None and self._preload.wait(asked, count):
             with self._lock:
                 number, count = self._best(key, asked)
-        entry = self._entries.get(number)
+        with self._lock:
+            entry = self._entries.get(number)
+            if self._quantised is not None and count < self._shared(key, asked):
+                self.counts["inexact"] += 1
         if (found := self._from_tier(key, asked, count)) is not None:
             return found
         cache = entry.resume(count) if entry is not None else None
@@ -265,9 +280,30 @@ class PromptMemory:
         for number in sorted(common, key=lambda number: -common[number]):
             if common[number] <= most:
                 break
-            if (count := self._entries[number].longest(common[number])) > most:
+            if (count := self._longest(self._entries[number], common[number])) > most:
                 best, most = number, count
         return best, most
+
+    def _shared(self, key: Any, asked: np.ndarray) -> int:
+        """How many leading tokens of `asked` were computed before, kept or not."""
+        known = [(entry.key, entry.tokens) for entry in self._entries.values()]
+        seen = (common_length(ids, asked) for of, ids in (*known, *self._inexact) if of == key)
+        return max(seen, default=0)
+
+    def _longest(self, entry: Entry, matched: int) -> int:
+        """After how many of `matched` equal leading tokens an entry can be resumed, exactly.
+
+        With `--kv-bits` that is at the end of a chunk, as a cold run has it there: quantised from
+        the first token on, or not at all.
+        """
+        if self._quantised is None:
+            return entry.longest(matched)
+        start, step = self._quantised
+        floored, kinds = matched - matched % step, entry.row_kinds
+        if KVCache in kinds:
+            floored = max(0, min(floored, (start - 1) // step * step))
+        count = entry.longest(floored)
+        return 0 if count % step or (QuantizedKVCache in kinds and count < start) else count
 
     def _from_tier(
         self, key: Any, asked: np.ndarray, count: int
@@ -285,17 +321,22 @@ class PromptMemory:
         if cache is None:
             return None
         entry = Entry.of(key, asked[: offer.tokens], cache, "user")
-        own = entry.resume(len(entry.tokens))
+        count = self._longest(entry, len(entry.tokens))
+        own = entry.resume(count) if count else None
         if own is None:
             return None
         self.counts["tier_hits"] += 1
         # Kept, so that a second stream with the same beginning need not fetch it again.
         self._keep(entry)
-        return own, len(entry.tokens), "tier"
+        return own, count, "tier"
 
     def _insert(self, key: Any, tokens: np.ndarray, cache: list[Any], kind: str) -> None:
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+        if self._quantised is not None and kind == "assistant":
+            # Computed token by token at its end: another prompt has these tokens in chunks.
+            self._inexact.append((key, tokens))
+            return
         entry = Entry.of(key, tokens, cache, kind)
         stops = kind in (BLOCK, ANCHOR)
         if stops:
@@ -344,7 +385,7 @@ class PromptMemory:
                 for tokens, states in other.states.items():
                     if tokens <= common:
                         entry.states.setdefault(tokens, states)
-                if common == len(other.tokens):
+                if common == len(other.tokens) and self._longest(entry, common) == common:
                     del self._entries[number]
             while entry.nbytes > self.max_bytes:
                 if not entry.thin():

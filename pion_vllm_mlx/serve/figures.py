@@ -17,7 +17,7 @@ OUTCOMES: Final = ("ok", "refused", "failed", "cancelled")
 #: Events of the prompt memory, and of the tier behind it (see their own docstrings).
 MEMORY: Final = (
     *("hits", "misses", "memory_tokens", "tier_hits", "tier_tokens", "tier_late", "tier_failed"),
-    *("preloaded_tokens", "inserted", "rejected", "incoherent", "evicted", "errors"),
+    *("preloaded_tokens", "inserted", "rejected", "incoherent", "inexact", "evicted", "errors"),
 )
 TIER: Final = (
     *("hits", "hits_local", "misses", "tokens_restored", "bytes_fetched", "given_up"),

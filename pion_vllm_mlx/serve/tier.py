@@ -93,6 +93,9 @@ class PionTier:
         """Index the prefixes of the model that was loaded, in place of one of the same name."""
         self.detach(model_key)
         flags = provider.cli_args
+        # What is quantised depends on where the chunks of a prefill ended: those of another size
+        # are another prefix.
+        chunks = f"chunks of {flags.prefill_step_size}" if flags.kv_bits is not None else ""
         try:
             if provider.draft_model is not None:
                 raise UnsupportedCache("a draft model's caches", ())
@@ -108,6 +111,7 @@ class PionTier:
                     flags.kv_group_size,
                     flags.quantized_kv_start if flags.kv_bits is not None else 0,
                 ),
+                adapter=chunks,
                 budget_bytes=self._budget,
                 min_gain=self._gain,
                 model_path=_folder(model_key),

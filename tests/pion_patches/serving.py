@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,19 +75,21 @@ class Questions:
         request = stock.CompletionRequest("chat", "", messages, options.pop("tools", None), None)
         return self.ask(request, **options)
 
-    def ask(self, request: Any, count: int = 8, seed: int | None = None) -> Answer:
-        context, responses = self.generator.generate(request, arguments(count, seed))
+    def ask(self, request: Any, count: int = 8, seed: int | None = None, **options: Any) -> Answer:
+        context, responses = self.generator.generate(request, arguments(count, seed, **options))
         found = list(responses)
         finish = found[-1].finish_reason if found else ""
         return Answer([r.token for r in found], context.prompt_cache_count, finish)
 
 
-def arguments(count: int, seed: int | None = None) -> Any:
-    """Greedy generation of at most `count` tokens."""
+def arguments(
+    count: int, seed: int | None = None, temperature: float = 0.0, penalty: float = 0.0
+) -> Any:
+    """Generation of at most `count` tokens, greedy unless told otherwise."""
     return stock.GenerationArguments(
         model=stock.ModelDescription("default_model", "default_model", None),
-        sampling=stock.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1),
-        logits=stock.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
+        sampling=stock.SamplingArguments(temperature, 1.0, 0, 0.0, 0.0, 0.1),
+        logits=stock.LogitsProcessorArguments(None, penalty, 20, 0.0, 20, 0.0, 20),
         stop_words=[],
         max_tokens=count,
         num_draft_tokens=3,
@@ -106,12 +108,15 @@ def chat_model(folder: Path, family: str, **options: Any) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, memory: Any = None) -> Iterator[Questions]:
-    """A patched server's generator for the model in `folder`."""
+def serving(
+    folder: Path, *flags: str, memory: Any = None, patched: bool = True
+) -> Iterator[Questions]:
+    """A server's generator for the model in `folder`: a patched one, or mlx-lm's own."""
     # transformers goes by the model's type where it has a tokenizer class for it, and by the files
     # of the folder only where it has none.
     plain = mock.patch.object(tokenizer_utils, "AutoTokenizer", PreTrainedTokenizerFast)
-    with mlx_lm_server_patch(), plain, redirect_stdout(sys.stderr):
+    patch = mlx_lm_server_patch() if patched else nullcontext()
+    with patch, plain, redirect_stdout(sys.stderr):
         provider = stock.ModelProvider(server_flags("--model", str(folder), *flags))
         generator = stock.ResponseGenerator(
             provider, memory if memory is not None else stock.LRUPromptCache()

@@ -249,7 +249,7 @@ def test_a_model_under_an_old_name_starts_without_what_the_old_one_left(
 
 
 class TestPatch:
-    def test_it_binds_three_names_and_gives_them_back(self) -> None:
+    def test_it_binds_its_names_and_gives_them_back(self) -> None:
         stock = SERVER.LRUPromptCache
         with patch.mlx_lm_server_patch():
             patch.install_mlx_lm_server_patch()

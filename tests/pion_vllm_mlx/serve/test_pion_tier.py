@@ -49,12 +49,12 @@ def store(tmp_path: Path) -> Iterator[LocalServer]:
 
 
 @contextmanager
-def kept(folder: Path, store: LocalServer, **options: Any) -> Iterator[Questions]:
+def kept(folder: Path, store: LocalServer, *flags: str, **options: Any) -> Iterator[Questions]:
     """A server that knows nothing but what `store` holds; all is written at the end."""
     tier = PionTier(Endpoint("127.0.0.1", store.port), **options)
     memory = PromptMemory(tier=tier)
     try:
-        with serving(folder, memory=memory) as questions:
+        with serving(folder, *flags, memory=memory) as questions:
             yield questions
             assert tier.flush(30)
     finally:
@@ -301,3 +301,52 @@ def test_other_weights_find_nothing(
         assert questions.ids(WORDS[:300]).cached == 0
     with kept(folders["llama"], store) as questions:
         assert questions.ids(WORDS[:300]).cached >= 256
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_seeded_requests_go_on_after_a_restart(
+    folders: dict[str, Path], store: LocalServer, family: str
+) -> None:
+    """C05 where requests are served one at a time: the same question, and another after the same
+    system prompt."""
+    first, other = [SYSTEM, user(200, 330)], [SYSTEM, user(400, 440)]
+    sampled: dict[str, Any] = {"seed": 3, "temperature": 1.0}
+    with kept(folders[family], store) as before:
+        expected = before.chat([dict(m) for m in first], **sampled)
+        assert expected.cached == 0
+    with kept(folders[family], store) as after:
+        found = after.chat([dict(m) for m in first], **sampled)
+        assert found.tokens == expected.tokens
+        assert found.cached >= 202 + 132 - BLOCK
+    with kept(folders[family], store) as after, serving(folders[family]) as cold:
+        found = after.chat([dict(m) for m in other], **sampled)
+        assert found.tokens == cold.chat([dict(m) for m in other], **sampled).tokens
+        assert found.cached >= 202 - BLOCK
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_quantised_caches_go_on_after_a_restart_with_the_same_flags_only(
+    tmp_path: Path, store: LocalServer, family: str
+) -> None:
+    """D03: bits, groups and chunks are part of what a prefix is; a start of its own is not kept."""
+    folder = chat_model(
+        tmp_path / "model", family, **({"head_dim": 32} if family == "llama" else {})
+    )
+    prompt = [*WORDS[:300], 3]
+
+    def flags(bits: int = 4, group: int = 32, start: int = 0, step: int = 64) -> tuple[str, ...]:
+        named = {"kv-bits": bits, "kv-group-size": group, "quantized-kv-start": start}
+        named["prefill-step-size"] = step
+        return tuple(word for name, value in named.items() for word in (f"--{name}", str(value)))
+
+    with serving(folder, *flags()) as cold:
+        expected = cold.ids(prompt).tokens
+    with kept(folder, store, *flags()) as before:
+        assert before.ids(WORDS[:300]).cached == 0
+    with kept(folder, store, *flags()) as after:
+        found = after.ids(prompt)
+        assert (found.tokens, found.cached) == (expected, 256)
+    for other in (flags(bits=8), flags(step=128), flags(start=150), ()):
+        with kept(folder, store, *other) as after, serving(folder, *other) as cold:
+            found = after.ids(prompt)
+            assert (found.tokens, found.cached) == (cold.ids(prompt).tokens, 0)
