@@ -24,7 +24,10 @@ SPARE_SESSIONS: Final = 16
 
 
 class Oversize(Exception):
-    """A conversation that does not fit into the budget by itself: nothing is evicted for it."""
+    """A conversation that does not fit by itself, into the budget or the server's session slots.
+
+    Nothing is evicted for it.
+    """
 
 
 class Keeper:
@@ -93,6 +96,9 @@ class Keeper:
         left = {name: node for name, node in nodes.items() if name not in plan.names}
         chosen = choose(left, nbytes - plan.nbytes, sessions - plan.sessions, kept)
         plan.add(left[name] for name in chosen.names)
+        if plan.sessions < sessions:
+            # The server would take a slot from whoever is longest unused: this one's own root.
+            raise Oversize(f"{sessions} session slots more, and {plan.sessions} can be freed")
         self._drop(plan)
 
     def _drop(self, plan: Plan) -> None:

@@ -265,6 +265,8 @@ class Lineage:
         try:
             asked, fingerprint = self._asked(ids)
             tokens = len(asked.ids)
+            if self._known.is_refused(asked):
+                return None
             begun = self._known.last(asked, tokens if start is None else min(start, tokens))
             if tokens - begun[0] < BLOCK and not self.stateful and tokens % BLOCK:
                 begun = before_tail(self._known, asked)
@@ -303,6 +305,7 @@ class Lineage:
                     self._tally.warn_once("store", "the server did not store: %s", failure)
             except Oversize as reason:
                 outcome = "oversize"
+                self._known.refuse(capture.asked)
                 self._tally.warn_once("oversize", "a conversation is not stored: %s", reason)
             except Unstorable as reason:
                 outcome = "failed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
@@ -11,6 +12,9 @@ from pion_vllm_mlx.lineage.match import Asked, Mark
 from pion_vllm_mlx.process_lock import ProcessLock
 
 _MOST: Final = 1 << 15
+_MOST_REFUSED: Final = 1 << 10
+#: Seconds for which rows are not even copied that there was no room for.
+_REFUSED: Final = 300.0
 #: The start of every prompt.
 UNKNOWN: Final = (0, Mark("", ""))
 
@@ -24,6 +28,7 @@ class Known:
     def __init__(self) -> None:
         self._lock = ProcessLock()
         self._marks: OrderedDict[bytes, Mark] = OrderedDict()
+        self._refused: OrderedDict[bytes, float] = OrderedDict()
 
     def last(self, asked: Asked, most: int) -> tuple[int, Mark]:
         """The last block end known, up to `most` tokens, and its mark; `UNKNOWN` for none."""
@@ -48,3 +53,17 @@ class Known:
         """Something was found to be gone."""
         with self._lock:
             self._marks.clear()
+
+    def refuse(self, asked: Asked) -> None:
+        """There is no room for `asked`, nor for what begins with its blocks, for a while."""
+        if asked.digests:
+            with self._lock:
+                self._refused[asked.digests[-1]] = time.monotonic() + _REFUSED
+                while len(self._refused) > _MOST_REFUSED:
+                    self._refused.popitem(last=False)
+
+    def is_refused(self, asked: Asked) -> bool:
+        """Whether there was no room for a beginning of `asked`."""
+        now = time.monotonic()
+        with self._lock:
+            return any(self._refused.get(digest, now) > now for digest in asked.digests)

@@ -7,21 +7,16 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from pion_vllm_mlx.serve.errors import BadRequest
+from pion_vllm_mlx.serve.tool_choice import choose
+
 #: Fields with the same name and meaning in both.
 _SAME: Final = ("max_tokens", "temperature", "top_p", "top_k", "stream", "chat_template_kwargs")
 _STOP_REASON: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class BadRequest(ValueError):
-    """A request that means nothing here; the message says what is wrong with it."""
-
-
 def to_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """A /v1/messages body as a /v1/chat/completions body. Raises BadRequest.
-
-    `tool_choice`: "none" offers no tools, "tool" only the one that is named; a model cannot be
-    forced to call one, so "any" is "auto".
-    """
+    """A /v1/messages body as a /v1/chat/completions body, `tool_choice` included: BadRequest."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: a list with one message at least")
@@ -34,9 +29,8 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
         on = thinking.get("type") != "disabled"
         kwargs = {"enable_thinking": on} | chat.get("chat_template_kwargs", {})
         chat["chat_template_kwargs"] = kwargs
-    if tools := choose_tools(_tools(body.get("tools") or []), body.get("tool_choice")):
-        chat["tools"] = tools
-    return chat
+    chosen = choose(_tools(body.get("tools") or []), body.get("tool_choice"))
+    return chat | chosen.fields()
 
 
 def to_message(answer: dict[str, Any], name: str, usage: dict[str, int]) -> dict[str, Any]:
@@ -98,20 +92,6 @@ def error_of(status: int, message: str) -> dict[str, Any]:
     kind |= {413: "request_too_large", 503: "overloaded_error"}
     detail = {"type": kind.get(status, "api_error"), "message": message}
     return {"type": "error", "error": detail}
-
-
-def choose_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The tools a request's `tool_choice` leaves, either API's."""
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind == "none":
-        return []
-    if kind in ("tool", "function"):
-        name = choice.get("name") or choice.get("function", {}).get("name")
-        chosen = [tool for tool in tools if tool["function"]["name"] == name]
-        if not chosen:
-            raise BadRequest(f"tool_choice: there is no tool {name!r}")
-        return chosen
-    return tools
 
 
 def _system(system: Any) -> Iterator[dict[str, Any]]:

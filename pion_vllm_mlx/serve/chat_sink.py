@@ -9,10 +9,12 @@ from pion_vllm_mlx.serve.reply import Reply
 _KINDS: Final = {403: "permission_error", 404: "not_found_error", 503: "server_error"}
 
 
-def error_of(status: int, message: str) -> dict[str, Any]:
-    """The body of an error answer."""
+def error_of(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of an error answer; `param`, `code`: the field that is wrong, and OpenAI's word."""
     kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class ChatSink:

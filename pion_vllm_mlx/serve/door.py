@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from pion_vllm_mlx.serve.anthropic import BadRequest
 from pion_vllm_mlx.serve.channel import ClientGone
+from pion_vllm_mlx.serve.errors import BadRequest
 from pion_vllm_mlx.serve.guard import Guard
 from pion_vllm_mlx.serve.reply import Reply
 from pion_vllm_mlx.serve.service import Service, error_body

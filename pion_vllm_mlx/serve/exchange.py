@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from mlx_lm.server import APIHandler
 
 from pion_vllm_mlx.serve.channel import ClientGone
-from pion_vllm_mlx.serve.generator import Generator, Interrupted, Unavailable
+from pion_vllm_mlx.serve.generator import Generator, Interrupted, Unavailable, demand_call
 from pion_vllm_mlx.serve.stops import StopWatch
 
 log = logging.getLogger("pion_vllm_mlx")
@@ -57,6 +57,8 @@ class Exchange:
         self.tokens: list[int] = []
         self.finish: str | None = None
         self.failure: Exception | None = None
+        #: Whether the answer has to be a call of a tool.
+        self.required = False
         self._stops = StopWatch([])
         self.started = time.monotonic()
         #: Seconds until the first token.
@@ -86,6 +88,8 @@ class Exchange:
         self, request: Any, args: Any, progress_callback: Callable[[int, int], None] | None = None
     ) -> tuple[Any, Iterator[Any]]:
         """As mlx_lm.server's; notes the figures."""
+        if self.required:
+            demand_call(request)
         try:
             context, responses = self.generator.answer(
                 request, args, self.is_gone, progress_callback

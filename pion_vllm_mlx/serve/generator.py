@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from pion_vllm_mlx.serve.channel import Channel, ClientGone
 from pion_vllm_mlx.serve.head_watch import HeadWatch
 from pion_vllm_mlx.serve.pace import Pace
 from pion_vllm_mlx.serve.provider import Provider
+from pion_vllm_mlx.serve.tool_choice import lead_in
 
 log = logging.getLogger("pion_vllm_mlx")
 
@@ -24,6 +26,8 @@ log = logging.getLogger("pion_vllm_mlx")
 _MOST_FAILURES, _FAILING = 3, 60.0
 #: Where a request keeps its tokens.
 _TOKENIZED: Final = "pion_tokenized"
+#: Where it says that its answer has to be a call of a tool.
+_DEMANDED: Final = "pion_demanded"
 #: Seconds between two looks at a client while nothing comes.
 _LOOK: Final = 0.02
 
@@ -197,6 +201,24 @@ class Generator(StoppingResponseGenerator):
             return True  # told to whoever asked, by mlx_lm.server, where it happens again
         return self._admission.offer(request, prompt)
 
+    def _lead(
+        self,
+        tokenizer: Any,
+        prompt: list[int],
+        segments: list[list[int]],
+        kinds: list[str],
+        state: str,
+        vision: Any,
+    ) -> tuple[list[int], list[list[int]], list[str], str, Any]:
+        """A tokenised prompt with the beginning of a call, where its template has such a thing."""
+        lead = lead_in(tokenizer, state)
+        if not lead or vision is not None:
+            return prompt, segments, kinds, state, vision
+        longer = [*prompt, *lead]
+        if self.single is not None:
+            self.single = dataclasses.replace(self.single, prompt=longer)
+        return longer, [*segments[:-1], [*segments[-1], *lead]], kinds, "tool", vision
+
     def _serve_single(self, request: Any, stream: Any) -> None:
         request[0].sequential = True
         serve: Any = super()._serve_single
@@ -210,9 +232,16 @@ class Generator(StoppingResponseGenerator):
         if request.request_type == "text":
             encoder = _encoder_of(tokenizer, request.prompt)
         found = super()._tokenize(encoder, request, args)
+        if vars(request).get(_DEMANDED):
+            found = self._lead(tokenizer, *found)
         self._heads.note(found[0], tokenizer.decode)
         vars(request)[_TOKENIZED] = found
         return found
+
+
+def demand_call(request: Any) -> None:
+    """Have the answer to a request of mlx_lm.server's begin with the call of a tool."""
+    vars(request)[_DEMANDED] = True
 
 
 def _encoder_of(tokenizer: Any, prompt: Any) -> Any:

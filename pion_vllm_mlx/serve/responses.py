@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from pion_vllm_mlx.serve.anthropic import BadRequest, choose_tools
+from pion_vllm_mlx.serve.errors import BadRequest
+from pion_vllm_mlx.serve.tool_choice import choose
 
 _SAME: Final = ("temperature", "top_p", "top_k", "seed", "stream", "chat_template_kwargs")
 _KEPT: Final = ("instructions", "metadata", "parallel_tool_calls", "temperature", "top_p")
@@ -22,36 +21,6 @@ _CALLS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
     "custom_tool_call": lambda item: json.dumps({"input": item.get("input") or ""}),
     "local_shell_call": lambda item: json.dumps(item.get("action") or {}),
 }
-
-
-class Remembered:
-    """Conversations by the response they led to, the oldest forgotten first.
-
-    A conversation is a list of chat messages without instructions, which are each request's own.
-    """
-
-    def __init__(self, most_bytes: int = 64 << 20) -> None:
-        self._most = most_bytes
-        self._held: OrderedDict[str, tuple[list[dict[str, Any]], int]] = OrderedDict()
-        self._nbytes = 0
-        self._lock = threading.Lock()
-
-    def keep(self, response: str, messages: list[dict[str, Any]]) -> None:
-        """Remember what a response ends."""
-        size = len(json.dumps(messages))
-        with self._lock:
-            self._held[response] = messages, size
-            self._nbytes += size
-            while self._nbytes > self._most:
-                self._nbytes -= self._held.popitem(last=False)[1][1]
-
-    def recall(self, response: str) -> list[dict[str, Any]]:
-        """Raises LookupError for one that is not remembered."""
-        with self._lock:
-            if response not in self._held:
-                raise LookupError(f"previous_response_id: {response!r} is not known (any more)")
-            self._held.move_to_end(response)
-            return self._held[response][0]
 
 
 def to_chat(body: dict[str, Any], earlier: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -73,9 +42,8 @@ def to_chat(body: dict[str, Any], earlier: Sequence[dict[str, Any]]) -> dict[str
     chat["messages"] = [*head, *earlier, *to_messages(body.get("input"))]
     if not chat["messages"]:
         raise BadRequest("input: a text or a list of items")
-    if tools := choose_tools(_tools(body.get("tools") or []), body.get("tool_choice")):
-        chat["tools"] = tools
-    return chat
+    chosen = choose(_tools(body.get("tools") or []), body.get("tool_choice"))
+    return chat | chosen.fields()
 
 
 def to_messages(items: Any) -> list[dict[str, Any]]:

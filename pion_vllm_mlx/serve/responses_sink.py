@@ -6,6 +6,7 @@ from typing import Any
 
 from pion_vllm_mlx.serve import chat_sink, responses
 from pion_vllm_mlx.serve.exchange import Exchange
+from pion_vllm_mlx.serve.remembered import Remembered
 from pion_vllm_mlx.serve.reply import Reply
 
 
@@ -17,13 +18,14 @@ class ResponsesSink:
         reply: Reply,
         exchange: Exchange,
         body: dict[str, Any],
-        conversation: list[dict[str, Any]],
-        remembered: responses.Remembered,
+        added: list[dict[str, Any]],
+        remembered: Remembered,
     ) -> None:
-        """`conversation`: the chat messages so far, without instructions."""
+        """`added`: the chat messages of this request, without instructions."""
         self._reply = reply
         self._exchange = exchange
-        self._conversation = conversation
+        self._added = added
+        self._previous = str(body.get("previous_response_id") or "")
         self._remembered = remembered
         self._stored = body.get("store", True) is not False
         self._response = responses.envelope(body, responses.new_identity())
@@ -79,7 +81,7 @@ class ResponsesSink:
         )
         if self._stored:
             said = responses.to_messages(self._output)
-            self._remembered.keep(self._response["id"], [*self._conversation, *said])
+            self._remembered.keep(self._response["id"], [*self._added, *said], self._previous)
         return responses.finished(self._response, self._output, finish, usage)
 
     def _write(self, kind: str, text: str) -> None:

@@ -15,13 +15,16 @@ from pion_vllm_mlx.serve import anthropic, chat_sink, responses
 from pion_vllm_mlx.serve.anthropic_sink import AnthropicSink
 from pion_vllm_mlx.serve.channel import ClientGone
 from pion_vllm_mlx.serve.chat_sink import ChatSink
+from pion_vllm_mlx.serve.errors import BadRequest
 from pion_vllm_mlx.serve.exchange import Exchange, Sink
 from pion_vllm_mlx.serve.figures import Figures
 from pion_vllm_mlx.serve.generator import Generator
 from pion_vllm_mlx.serve.normalise import has_images, normalise_messages
+from pion_vllm_mlx.serve.remembered import Remembered, Shelf, Unknown
 from pion_vllm_mlx.serve.reply import Reply
 from pion_vllm_mlx.serve.responses_sink import ResponsesSink
 from pion_vllm_mlx.serve.tier import PionTier
+from pion_vllm_mlx.serve.tool_choice import Demanding, choose, lead_in
 
 log = logging.getLogger("pion_vllm_mlx")
 
@@ -44,9 +47,11 @@ class Service:
     name: str
     normalise: bool = True
     tier: PionTier | None = None
-    remembered: responses.Remembered = field(default_factory=responses.Remembered)
+    remembered: Remembered = field(default_factory=Remembered)
 
     def __post_init__(self) -> None:
+        if self.tier is not None:
+            self.remembered = Remembered(shelf=Shelf(self.tier.lane()))
         self.figures = Figures(self._reading)
         fingerprint: Any = get_system_fingerprint
         self._fingerprint = str(fingerprint())
@@ -62,7 +67,7 @@ class Service:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if not isinstance(prompt, str) and not self._are_ids(prompt):
-            raise anthropic.BadRequest("prompt: a text or a list of token ids")
+            raise BadRequest("prompt: a text or a list of token ids")
         self._openai(reply, body | {"prompt": prompt}, _TEXT, "completions")
 
     def messages(self, reply: Reply, body: Body) -> None:
@@ -78,18 +83,24 @@ class Service:
         args = SimpleNamespace(chat_template_kwargs=chat.get("chat_template_kwargs"))
         render: Any = ResponseGenerator._tokenize
         tokenizer = self.generator.model_provider.tokenizer
-        prompt = render(self.generator, tokenizer, request, args)[0]
-        reply.json(200, {"input_tokens": len(prompt)})
+        prompt, _, _, state, _ = render(self.generator, tokenizer, request, args)
+        lead = lead_in(tokenizer, state) if _is_required(chat) else ()
+        reply.json(200, {"input_tokens": len(prompt) + len(lead)})
 
     def responses(self, reply: Reply, body: Body) -> None:
         """POST /v1/responses"""
         earlier: list[dict[str, Any]] = []
         if previous := body.get("previous_response_id"):
-            earlier = self.remembered.recall(str(previous))
-        conversation = [*earlier, *responses.to_messages(body.get("input") or [])]
+            try:
+                earlier = self.remembered.recall(str(previous))
+            except Unknown as error:
+                where = "previous_response_id", "previous_response_not_found"
+                reply.json(404, chat_sink.error_of(404, str(error), *where))
+                return
+        added = responses.to_messages(body.get("input") or [])
         chat = self._checked(responses.to_chat(body, earlier))
         exchange = self._exchange(reply)
-        sink = ResponsesSink(reply, exchange, body, conversation, self.remembered)
+        sink = ResponsesSink(reply, exchange, body, added, self.remembered)
         self._run("responses", exchange, _CHAT, chat, reply, sink)
 
     def root(self, reply: Reply) -> None:
@@ -125,6 +136,9 @@ class Service:
         options = body.get("stream_options")
         asked = bool(isinstance(options, dict) and options.get("include_usage"))
         chat = self._checked(body) | {"stream_options": {"include_usage": asked}}
+        if path == _CHAT:
+            chosen = choose(_functions(chat.pop("tools", ())), chat.pop("tool_choice", None))
+            chat |= chosen.fields()
         sink = ChatSink(reply, str(body.get("model") or self.name))
         self._run(api, self._exchange(reply), path, chat, reply, sink)
 
@@ -132,14 +146,14 @@ class Service:
         """The body mlx_lm.server gets. Raises BadRequest."""
         for name in _OTHER_MODELS:
             if body.get(name) is not None:
-                raise anthropic.BadRequest(f"{name}: this server serves {self.name} as it is")
+                raise BadRequest(f"{name}: this server serves {self.name} as it is")
         # Clients send null for what they leave to the server.
         checked = {key: value for key, value in body.items() if value is not None}
         if "messages" in checked:
             messages = normalise_messages(checked["messages"], billing=self.normalise)
             # mlx_lm.server fetches an image's address before it knows whether it can use one.
             if self.generator.model_provider.processor is None and has_images(messages):
-                raise anthropic.BadRequest("messages: this model reads text only")
+                raise BadRequest("messages: this model reads text only")
             checked["messages"] = messages
         return checked | {"model": "default_model"}
 
@@ -150,6 +164,9 @@ class Service:
         self, api: str, exchange: Exchange, path: str, body: Body, reply: Reply, sink: Sink
     ) -> None:
         outcome = "failed"
+        if _is_required(body):
+            exchange.required = True
+            sink = Demanding(sink, frozenset(tool["function"]["name"] for tool in body["tools"]))
         self.figures.begin()
         try:
             exchange.run(path, body, sink)
@@ -205,6 +222,19 @@ class Service:
             "healthy": int(generator.is_healthy),
         }
         return {"memory": events, "tier": tier, "gauges": gauges}
+
+
+def _is_required(chat: Body) -> bool:
+    return chat.get("tool_choice") == "required"
+
+
+def _functions(tools: Any) -> list[dict[str, Any]]:
+    """The tools of a chat request. Raises BadRequest for what has no name."""
+    for number, tool in enumerate(tools if isinstance(tools, list | tuple) else [None]):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"tools.{number}: a function with a name")
+    return list(tools)
 
 
 def error_body(path: str, status: int, message: str) -> dict[str, Any]:

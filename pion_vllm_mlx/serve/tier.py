@@ -84,6 +84,10 @@ class PionTier:
         self._writer = threading.Thread(target=self._write, name="pion-writer", daemon=True)
         self._writer.start()
 
+    def lane(self) -> Endpoint:
+        """A connection of its own to the same server, for whoever keeps something else there."""
+        return self._endpoint.twin()
+
     @property
     def min_gain(self) -> int:
         """Fewer tokens than that beyond what memory has are not worth a restore."""

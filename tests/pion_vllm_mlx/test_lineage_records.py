@@ -240,7 +240,7 @@ def test_a_stateful_match_ends_at_the_last_checkpoint_with_all_it_rests_on() -> 
 
     def matched(segments: dict[int, Segment], *gone: int, **more: Any) -> tuple[int, int]:
         traces, states = more.get("traces", {}), segments.keys() - set(gone)
-        match = Stored(ASKED, segments, traces, states).match()
+        match = Stored(ASKED, segments, traces, dict.fromkeys(states, 1)).match()
         return match.tokens, match.seen
 
     whole = {128: first, 256: second, 384: third}

@@ -18,6 +18,7 @@ from pion_vllm_mlx.serve.generator import Generator
 from pion_vllm_mlx.serve.guard import Guard
 from pion_vllm_mlx.serve.provider import Provider
 from pion_vllm_mlx.serve.service import Service
+from pion_vllm_mlx.serve.tier import PionTier
 from tests.pion_patches.serving import server_flags
 from tests.pion_vllm_mlx.serve.parrot import Parrot, ParrotProvider
 
@@ -80,13 +81,14 @@ def endpoint(
     guard: Guard | None = None,
     memory: PromptMemory | None = None,
     normalise: bool = True,
+    tier: PionTier | None = None,
 ) -> Iterator[Endpoint]:
     """Serve until the block ends."""
     with mlx_lm_server_patch(), Door("127.0.0.1", 0, guard or Guard()) as door:
         provider = provider_class(server_flags("--model", "tiny", *flags))
         memory = PromptMemory() if memory is None else memory
         generator = Generator(provider, memory)
-        service = Service(generator, memory, "tiny", normalise)
+        service = Service(generator, memory, "tiny", normalise, tier)
         door.service = service
         listener = threading.Thread(target=door.serve_forever, args=(0.05,), daemon=True)
         listener.start()

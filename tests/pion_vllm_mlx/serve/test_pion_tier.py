@@ -16,7 +16,7 @@ import pytest
 from pion_patches.prompt_memory import PromptMemory
 from pion_vllm_mlx.local_server import LocalServer
 from pion_vllm_mlx.serve.tier import PionTier
-from pion_vllm_mlx.transport import Patience
+from pion_vllm_mlx.transport import Command, Patience
 from pion_vllm_mlx.transport.endpoint import Endpoint
 from pion_vllm_mlx.transport.local import LocalLane
 from tests.pion_patches.serving import Questions, chat_model, serving
@@ -350,3 +350,34 @@ def test_quantised_caches_go_on_after_a_restart_with_the_same_flags_only(
         with kept(folder, store, *other) as after, serving(folder, *other) as cold:
             found = after.ids(prompt)
             assert (found.tokens, found.cached) == (cold.ids(prompt).tokens, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_conversation_of_more_segments_than_a_server_has_slots_is_reused_in_part(
+    folders: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """A foreign server with few session slots, two a segment: the beginning stays, nothing fails,
+    and the server evicts nothing by itself, which is what would take the root first."""
+    flags = ["--no-attention", "--vstore-sessions", "40"]
+    with LocalServer(tmp_path / "data", tmp_path / "log", flags) as store:
+        prompt: list[int] = []
+        with kept(folders[family], store) as questions:
+            for turn in range(24):
+                prompt += [turn + 10, *WORDS[turn : turn + 70]]
+                questions.ids(prompt, count=1)
+                assert questions.memory.tier.flush(30)
+            figures = questions.memory.tier.figures()
+            assert figures["oversize"] == 1
+            assert figures["stores_failed"] == figures["stores_dropped"] == 0
+            other = [5, *WORDS[300:400]]
+            questions.ids(other, count=1)
+        lane = Endpoint("127.0.0.1", store.port)
+        (info,) = lane.exchange([Command(("KV.PREFIX.INFO",))], Patience(5, 5, 20))
+        lane.close()
+        assert b"vstore_evictions:0\r\n" in bytes(info)  # type: ignore[arg-type]
+        with kept(folders[family], store) as after, serving(folders[family]) as cold:
+            found = after.ids([*prompt, 3, 4])
+            assert found.tokens == cold.ids([*prompt, 3, 4]).tokens
+            # Twelve segments have slots, less the one that made room for another conversation.
+            assert 10 * BLOCK <= found.cached < len(prompt) - 8 * BLOCK
+            assert after.ids([*other, 3]).cached >= BLOCK

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from pion_vllm_mlx.serve.responses import Remembered, to_messages
+from pion_vllm_mlx.serve.responses import to_messages
 from tests.pion_vllm_mlx.serve.endpoint import Endpoint
 from tests.pion_vllm_mlx.serve.parrot import TOOL_CALL
 
@@ -40,8 +40,10 @@ def test_a_response_goes_on_from_an_earlier_one(parrot: Endpoint, client: Any) -
     # The whole first turn, its answer included.
     turn = first.usage.input_tokens + first.usage.output_tokens
     assert second.usage.input_tokens_details.cached_tokens >= turn - 1
-    with pytest.raises(openai.NotFoundError, match="resp_absent"):
+    with pytest.raises(openai.NotFoundError, match="resp_absent") as refused:
         client.responses.create(model="m", input="?", previous_response_id="resp_absent")
+    assert refused.value.code == "previous_response_not_found"
+    assert refused.value.param == "previous_response_id"
 
 
 @pytest.mark.model
@@ -124,12 +126,3 @@ def test_a_response_that_runs_out_of_tokens_is_incomplete(parrot: Endpoint, clie
 def test_a_request_that_means_nothing_is_told_so(parrot: Endpoint, body: dict[str, Any]) -> None:
     status, _, answer = parrot.ask("/v1/responses", body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-
-
-def test_the_oldest_conversations_are_forgotten_first() -> None:
-    remembered = Remembered(most_bytes=1000)
-    for number in range(10):
-        remembered.keep(f"resp_{number}", [{"role": "user", "content": "x" * 300}])
-    assert remembered.recall("resp_9")
-    with pytest.raises(LookupError, match="resp_0"):
-        remembered.recall("resp_0")
