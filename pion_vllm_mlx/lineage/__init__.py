@@ -7,7 +7,7 @@
     capture = lineage.capture(ids, cache)        # in the model's thread
     lineage.store(capture)                       # in any thread
 
-`blocks`, `records` and `match` are pure; `search`, `fetching`, `filling` and `eviction` talk to the
+`blocks`, `records`, `match` and `tree` are pure; `search`, `fetching`, `filling` and `eviction` talk to the
 server; `index` puts them together. docs/lineage.md has the bytes.
 """
 

@@ -367,7 +367,8 @@ def test_a_conversation_of_more_segments_than_a_server_has_slots_is_reused_in_pa
                 questions.ids(prompt, count=1)
                 assert questions.memory.tier.flush(30)
             figures = questions.memory.tier.figures()
-            assert figures["oversize"] == 1
+            # Told once, for what one request had given it by then.
+            assert 1 <= figures["oversize"] <= 2
             assert figures["stores_failed"] == figures["stores_dropped"] == 0
             other = [5, *WORDS[300:400]]
             questions.ids(other, count=1)
@@ -376,8 +377,29 @@ def test_a_conversation_of_more_segments_than_a_server_has_slots_is_reused_in_pa
         lane.close()
         assert b"vstore_evictions:0\r\n" in bytes(info)  # type: ignore[arg-type]
         with kept(folders[family], store) as after, serving(folders[family]) as cold:
+            assert after.ids([*other, 3]).cached >= BLOCK
             found = after.ids([*prompt, 3, 4])
             assert found.tokens == cold.ids([*prompt, 3, 4]).tokens
             # Twelve segments have slots, less the one that made room for another conversation.
             assert 10 * BLOCK <= found.cached < len(prompt) - 8 * BLOCK
-            assert after.ids([*other, 3]).cached >= BLOCK
+
+
+def test_a_draft_models_cache_goes_on_after_a_restart_with_the_models(
+    folders: dict[str, Path], store: LocalServer, tmp_path: Path
+) -> None:
+    """What only one of the two has is not enough; both are restored to the same token."""
+    draft = chat_model(tmp_path / "draft", "llama", seed=4)
+    flags = ("--draft-model", str(draft))
+    prompt = [*WORDS[:200], 3]
+    with serving(folders["llama"], *flags) as cold:
+        expected = cold.ids(prompt, count=16).tokens
+    with kept(folders["llama"], store) as alone:
+        assert alone.ids(WORDS[:200]).cached == 0
+    with kept(folders["llama"], store, *flags) as before:
+        found = before.ids(WORDS[:200], count=16)
+        assert found.cached == 0
+    with kept(folders["llama"], store, *flags) as after:
+        answer = after.ids(prompt, count=16)
+        assert answer.tokens == expected
+        assert 192 <= answer.cached <= 200
+        assert after.memory.counts["tier_hits"] == 1

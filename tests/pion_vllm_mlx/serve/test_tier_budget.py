@@ -120,7 +120,9 @@ def sizes(folder: Path, store: LocalServer) -> tuple[int, int]:
             questions.ids([*WORDS[: blocks * BLOCK], 5], count=1)
             assert questions.memory.tier.flush(30)
             held.append(bytes_held(store))
-            next(iter(questions.memory.tier._indexes.values())).trim(0)
+            questions.memory.tier._parts[questions.generator.model_provider.model_key][
+                0
+            ].index.trim(0)
             assert bytes_held(store) == 0
     row = (held[1] - held[0]) // BLOCK
     return row, held[0] - row * BLOCK
