@@ -7,8 +7,8 @@
     capture = lineage.capture(ids, cache)        # in the model's thread
     lineage.store(capture)                       # in any thread
 
-`blocks`, `records`, `match` and `tree` are pure; `search`, `fetching`, `filling` and `eviction` talk to the
-server; `index` puts them together. docs/lineage.md has the bytes.
+`blocks`, `records`, `match` and `tree` are pure; `search`, `fetching`, `filling` and `eviction`
+talk to the server; `index` puts them together. docs/lineage.md has the bytes.
 """
 
 from pion_vllm_mlx.lineage.blocks import BLOCK, Scope
