@@ -192,7 +192,7 @@ def test_text_that_comes_back_as_other_tokens_is_reused_up_to_there(
     for server, after in ((warm, tail), (start(), WORDS[430:450])):
         text, cached = server([*head, 82, *after])
         assert text == cold([*head, 82, *after])[0]
-        assert 192 <= cached <= 195
+        assert 192 <= cached <= 196
 
 
 def test_reasoning_that_the_template_drops_costs_only_what_follows(
