@@ -571,7 +571,7 @@ def test_each_file_of_one_round_trip_is_that_of_its_own_name(
     index, ids = five_turns(running, tenant)
     lend(index, ids)
     links = index.find(ids).links
-    digests = [borrowing_module.SegmentLayout(link.segment).digest for link in links]
+    digests = [borrowing_module.FileLayout.of_rows(link.segment).digest for link in links]
     lane = LocalLane.beside(Endpoint("127.0.0.1", running.port, connect_timeout=PATIENT), PATIENT)
     for gone in range(5):
         names = [link.name if at != gone else b"nobody" for at, link in enumerate(links)]
@@ -603,7 +603,7 @@ def test_an_error_for_one_of_five_releases_the_files_of_the_others(
     client = running.client()
     links = index.find(ids).links
     for at, link in enumerate(links):
-        layout = borrowing_module.SegmentLayout(link.segment).text
+        layout = borrowing_module.FileLayout.of_rows(link.segment).text
         if at == 2:
             layout = layout.replace(b"b 64 ", b"b 32 " + 16 * b"0")
         assert client.call("KV.PREFIX.LEND", link.name, link.segment.gen, layout) == "OK"
