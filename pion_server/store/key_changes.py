@@ -1,7 +1,8 @@
 """What a command does to the keyspace, as one record: how it is written down and read again.
 
 A record's metadata is JSON, `{"o": [operation, ...]}`; its body holds the values, one after another
-in the order the operations name their lengths. Names travel as Latin-1 text.
+in the order the operations name their lengths. Names travel as Latin-1 text. Of several values the
+metadata has each small one's checksum, too (`"c"`): damage to one costs the others nothing.
 
     ["s", key, length, expiry]                a string, whatever the key was before
     ["h", key, fresh, [[field, length], ...]] fields of a hash; fresh: of a new one
@@ -23,7 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pion_server.payload import Buffer
+from pion_server.store.checksum import crc32c
 from pion_server.store.entries import dump_meta
+from pion_server.store.key_values import LARGE
+
+# Metadata is bounded; a command of more values than this is whole or damaged as one.
+MOST_SUMS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -82,7 +88,10 @@ class Change:
 
     def meta(self) -> bytes:
         """The record's metadata."""
-        return dump_meta({"o": self.operations})
+        fields: dict[str, Any] = {"o": self.operations}
+        if 1 < len(self.values) <= MOST_SUMS:
+            fields["c"] = [crc32c(one) if len(one) < LARGE else None for one in self.values]
+        return dump_meta(fields)
 
 
 def load_operations(meta: dict[str, Any]) -> list[list[Any]]:

@@ -15,13 +15,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 from pion_server.errors import BadArgument, DamagedEntry
 from pion_server.payload import Buffer
 from pion_server.store.budget import MemoryBudget, Victim
+from pion_server.store.checksum import crc32c
 from pion_server.store.entries import RecordType, load_meta
 from pion_server.store.key_changes import Change, load_operations, value_lengths
 from pion_server.store.key_values import (
@@ -208,9 +210,10 @@ class Keyspace:
     def replay(self, record: Record) -> None:
         """Apply one logged record at start-up."""
         if record.type == RecordType.KEYS:
-            operations = load_operations(load_meta(record.meta))
-            lengths = value_lengths(operations)
-            self._apply(operations, _replayed(record, lengths))
+            meta = load_meta(record.meta)
+            operations = load_operations(meta)
+            values = _replayed(record, value_lengths(operations), meta.get("c", ()))
+            self._apply(operations, values)
 
     def _apply(self, operations: Iterable[Sequence[Any]], values: Iterator[Value]) -> None:
         with self.lock:
@@ -355,22 +358,26 @@ def _placed(record: Record, values: Iterable[Buffer]) -> Iterator[Value]:
         offset += length
 
 
-def _replayed(record: Record, lengths: list[int]) -> Iterator[Value]:
-    """The same at start-up. Small values of a damaged body stay where they are: to read one is an
-    error."""
+def _replayed(record: Record, lengths: list[int], sums: Sequence[int | None]) -> Iterator[Value]:
+    """The same at start-up. Small values that are damaged stay where they are: to read one is an
+    error. Where a body is not whole, `sums` tell which of them are."""
     smallest = min(lengths, default=LARGE)
-    body: bytes | None = b""
+    body, whole = b"", True
     if smallest < LARGE:
         try:
             body = record.read()
         except DamagedEntry:
-            body = None
+            whole = False
+            file, start = record.where
+            with suppress(OSError):
+                body = file.read(start, record.length)
     # Small values have no copy but this record's: its bytes are never given back.
     record.owned = smallest >= LARGE and bool(lengths)
     offset = 0
-    for length in lengths:
-        if length >= LARGE or body is None:
+    for length, expected in zip_longest(lengths, sums[: len(lengths)]):
+        value = body[offset : offset + length] if length < LARGE else b""
+        if length >= LARGE or not (whole or crc32c(value) == expected):
             yield Slice(record, offset, length)
         else:
-            yield body[offset : offset + length]
+            yield value
         offset += length

@@ -29,7 +29,7 @@ from tests.pion_server.faults.oracle import (
 MAX_ROWS = 24
 PIPELINE = 8
 # Values of the keyspace on both sides of where they stay in the log.
-VALUE_SIZES = (0, 1, 40, LARGE - 1, LARGE, 3 * LARGE)
+VALUE_SIZES = (0, 1, 40, 400, LARGE - 1, LARGE)
 
 
 @dataclass

@@ -102,7 +102,7 @@ def after_cut(history: History, log: str, length: int) -> list[Images]:
 def cut_lengths(history: History, log: str, records: int) -> range:
     """From the end of the log back through its last records."""
     lengths = sorted({moment.lengths[log] for moment in history.moments})
-    return range(lengths[-1 - records], lengths[-1])
+    return range(lengths[max(0, len(lengths) - 1 - records)], lengths[-1])
 
 
 def check_cut(
@@ -290,6 +290,9 @@ def test_a_wrong_length_in_the_middle_hides_nothing_behind_it(
         found = restart_and_read(server, damage)
         if copy != "both heads":
             assert found == made.images, bit
+        elif name == KSNAPSHOT:
+            # A record of many small keys: what is gone is theirs, and nothing has another value.
+            assert {key[0] for _, key in differences(found, made.images)} <= {"key"}, bit
         elif found != made.images:
             changed = [n for n in NAMES if found[n] != made.images[n]]
             assert len(changed) == 1, (bit, changed)
@@ -319,13 +322,13 @@ def _values(ns: str, image: Image) -> Iterator[tuple[object, ...]]:
 
 
 def check_sectors(
-    start: Callable[[History], ForgedServer], history: History, name: str, step: int
+    start: Callable[[History], ForgedServer], history: History, name: str, places: int
 ) -> None:
-    """Lose each `step`th sector of a file: what is still read was stored there once."""
+    """Lose one sector of a file, at about so many places: what is read was stored there once."""
     known = once_acknowledged(history)
     outcome: Counter[str] = Counter()
     size = (history.directory / name).stat().st_size
-    for at in range(0, size, 512 * step):
+    for at in range(0, size, 512 * max(1, size // (512 * places))):
 
         def damage(directory: Path, at: int = at) -> None:
             with (directory / name).open("r+b") as file:
@@ -346,7 +349,7 @@ def test_a_lost_sector_invents_nothing(
     started: Callable[[History], ForgedServer], logged: History, name: str
 ) -> None:
     """It may take both heads of small records; then nobody knows that these were written."""
-    check_sectors(started, logged, name, 8)
+    check_sectors(started, logged, name, 30)
 
 
 @pytest.mark.nightly
@@ -355,7 +358,7 @@ def test_a_lost_sector_invents_nothing(
 def test_any_lost_sector_invents_nothing(
     started: Callable[[History], ForgedServer], logged: History, name: str
 ) -> None:
-    check_sectors(started, logged, name, 1)
+    check_sectors(started, logged, name, 500)
 
 
 @pytest.mark.parametrize("log", LOGS)

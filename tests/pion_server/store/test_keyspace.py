@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pion_server.errors import DamagedEntry
 from pion_server.store.budget import MemoryBudget
 from pion_server.store.key_changes import Change
 from pion_server.store.key_values import (
@@ -167,6 +168,31 @@ def test_a_torn_log_holds_whole_commands_only(tmp_path: Path) -> None:
         done = max(number for number, end in enumerate(ends) if end <= cut)
         # A last record without its second head is whole once its body is.
         assert left in (history[done], history[min(done + 1, len(steps))]), cut
+
+
+def test_damage_to_one_small_value_costs_its_neighbours_nothing(tmp_path: Path) -> None:
+    """They lie in one record: of a command with several values, and of many keys in a snapshot."""
+    stores = open_stores(StoreOptions(tmp_path / "a"))
+    perform(stores.keyspace, ("mset", b"one", b"1" * 100, b"two", b"2" * 100))
+    perform(stores.keyspace, ("set", b"three", b"3" * 100, None))
+    stores.close()
+    for name in ("pion.wal.0", "pion.snapshot.0"):
+        path = tmp_path / "a" / name
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b"2" * 100, b"2" * 99 + b"x"))
+        stores = open_stores(StoreOptions(tmp_path / "a"))
+        values: dict[bytes, Any] = {key: entry.data for key, entry in stores.keyspace.held()}
+        assert (values[b"one"], values[b"three"]) == (b"1" * 100, b"3" * 100)
+        with pytest.raises(DamagedEntry):
+            value_bytes(values[b"two"])
+        stores.close()
+        path.write_bytes(data)
+        stores = open_stores(StoreOptions(tmp_path / "a"))
+        saving = stores.begin_save()
+        saving.write()
+        saving.finish()
+        assert saving.adopt()
+        stores.close()
 
 
 def test_a_log_that_takes_nothing_changes_nothing(
