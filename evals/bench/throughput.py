@@ -47,6 +47,7 @@ def run(megabytes: tuple[int, ...] = MEGABYTES, rounds: int = ROUNDS) -> Finding
             peer: stack.enter_context(redis_server(Path(name), program))
             for peer, program in PEERS.items()
         }
+        versions = {peer: _version_at(port) for peer, port in ports.items() if port is not None}
         for size in megabytes:
             reads, writes = _contestants(server, ports, size)
             seconds["write"][size] = interleave(writes, rounds)
@@ -55,7 +56,15 @@ def run(megabytes: tuple[int, ...] = MEGABYTES, rounds: int = ROUNDS) -> Finding
                 rates = {who: _rate(size, s) for who, s in medians(by_size[size]).items()}
                 told = ", ".join(f"{who} {rate:.2f} GB/s" for who, rate in rates.items())
                 print(f"{direction} {size:>3} MB: {told}", flush=True)
-    return _findings(seconds)
+    return _findings(seconds, versions)
+
+
+def _version_at(port: int) -> str:
+    """Of a Redis, or of a Valkey, which tells the Redis it stands in for as well."""
+    import redis
+
+    found: Any = redis.Redis(port=port).info("server")
+    return str(found.get("valkey_version", found["redis_version"]))
 
 
 def _rate(megabytes: int, seconds: float) -> float:
@@ -106,7 +115,9 @@ def _contestants(
     return reads, writes
 
 
-def _findings(seconds: Mapping[str, Mapping[int, Mapping[str, list[float]]]]) -> Findings:
+def _findings(
+    seconds: Mapping[str, Mapping[int, Mapping[str, list[float]]]], versions: Mapping[str, str]
+) -> Findings:
     rows: list[tuple[str, str, str, str, str]] = []
     figures: dict[str, Any] = {}
     slowest: dict[str, float] = {}
@@ -122,7 +133,12 @@ def _findings(seconds: Mapping[str, Mapping[int, Mapping[str, list[float]]]]) ->
                     if size >= PREFIX_MB or len(by_size) == 1:
                         slowest[direction] = min(slowest.get(direction, 99.0), ratio["high"])
                 rows.append((direction, f"{size} MB", who, f"{_rate(size, value):.2f} GB/s", told))
-    absent = [peer for peer in PEERS if not any(peer == row[2] for row in rows)]
+    peers = [f"{peer} {number}. " for peer, number in versions.items()]
+    peers += [
+        f"{peer}: {NOT_MEASURED}, it is not installed here. "
+        for peer in PEERS
+        if peer not in versions
+    ]
     measured = {who for _, _, who, _, _ in rows}
     series = {
         f"{who}, {direction}": [
@@ -133,13 +149,13 @@ def _findings(seconds: Mapping[str, Mapping[int, Mapping[str, list[float]]]]) ->
     }
     return Findings(
         figures={"seconds": {k: {str(n): v for n, v in s.items()} for k, s in seconds.items()}}
-        | {"ratios": figures},
+        | {"ratios": figures, "peers": dict(versions)},
         tables=[
             Table(
                 "Throughput of one connection over loopback",
                 ("direction", "value", "server", "rate", "pion-server against it (95%)"),
                 rows,
-                "".join(f"{peer}: {NOT_MEASURED}, it is not installed here. " for peer in absent),
+                "".join(peers),
             )
         ],
         plots=[Plot("rates", "Throughput by size", "megabytes", "GB/s", series)],

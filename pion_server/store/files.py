@@ -104,7 +104,8 @@ class StoreFile:
         """Give back what stands behind the end of the file, as an earlier process may have left."""
         status = os.fstat(self._fd)
         if status.st_blocks * 512 >= status.st_size + WORTH_RELEASING:
-            self.truncate(status.st_size)
+            with contextlib.suppress(OSError):  # it stays there, then, until the next start
+                self.truncate(status.st_size)
 
     def can_punch(self) -> bool:
         """Whether this file system has holes; asked for one behind the end of the file."""
