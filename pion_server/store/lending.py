@@ -141,6 +141,7 @@ class Lending:
             for sid in sides(ns):
                 if self._vstore.table.get(sid):
                     self._vstore.table.touch(sid)
+        self._ssm.touch(ns)
         return lent
 
     def begin(self, request: LendRequest) -> bool:

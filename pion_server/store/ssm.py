@@ -102,6 +102,12 @@ class SsmStore:
             self._touch(sid)
             return layers.get(layer)
 
+    def touch(self, sid: bytes) -> None:
+        """It is used, by another way than `fetch`."""
+        with self.lock:
+            if sid in self._by_sid:
+                self._touch(sid)
+
     def _touch(self, sid: bytes) -> None:
         self._by_sid.move_to_end(sid)
         self._used_at[sid] = time.monotonic()

@@ -184,9 +184,14 @@ class _Tree:
                 yield state
 
     def _age(self, node: Node) -> float:
-        """Seconds a leaf is unused; endless for one that cannot be resumed at."""
-        is_bare = node.stateful and node.name not in self._states
-        return math.inf if is_bare else node.unused
+        """Seconds a leaf is unused; endless for one that cannot be resumed at.
+
+        Its state is read whenever it is resumed at, and one without rows has no other age.
+        """
+        state = self._states.get(node.name)
+        if state is None:
+            return math.inf if node.stateful else node.unused
+        return min(node.unused, state.unused) if node.rows else state.unused
 
     def _may_go(self, node: Node) -> bool:
         return node.name not in self._keep and not self._resting.get(node.name)

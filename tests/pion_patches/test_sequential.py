@@ -60,7 +60,10 @@ def stock(folder: Path, *flags: str) -> AbstractContextManager[Questions]:
 def test_a_seeded_request_is_resumed_and_answers_as_before(
     folders: dict[str, Path], family: str
 ) -> None:
-    """A01, C01 on this path: sampled, twice, with another system's tail, and after more turns."""
+    """A01, A03, C01 on this path: sampled, twice, with another tail, and after more turns.
+
+    llama4 has layers of two kinds, which are cut in different ways.
+    """
     seeded: dict[str, Any] = {"seed": 7, "temperature": 1.0, "count": 12}
     messages = [SYSTEM, user(*WORDS[100:140])]
     other = [SYSTEM, user(*WORDS[200:240])]

@@ -143,6 +143,15 @@ def test_a_segment_without_its_state_goes_once_nothing_rests_on_it() -> None:
     assert choose(nodes, 18, 0).names[3:] == [b"s192", b"s128"]
 
 
+def test_a_leaf_without_rows_is_as_old_as_its_state() -> None:
+    """The server knows no age of a manifest alone."""
+    nodes = tree(
+        *(Node(b"s%d" % n, 0, end=64, stateful=True, rows=False) for n in range(3)),
+        *(Node(b"x%d" % n, 10, b"s%d" % n, Kind.STATE, (5.0, 9.0, 1.0)[n]) for n in range(3)),
+    )
+    assert choose(nodes, 15, 0).names == [b"s1", b"x1", b"s0", b"x0"]
+
+
 @st.composite
 def forests(draw: st.DrawFn) -> dict[bytes, Node]:
     count = draw(st.integers(0, 20))

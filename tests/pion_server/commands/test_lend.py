@@ -124,6 +124,22 @@ def test_a_prefix_comes_as_one_file_head_major_with_its_state(unix: UnixClient, 
         assert np.array_equal(held[f"{side}.0.0"], turned)
 
 
+def test_state_that_is_lent_is_used(unix: UnixClient, ns: bytes) -> None:
+    """A namespace of state alone: eviction takes those first that nobody was lent, either."""
+    gen = unix.call("KV.PREFIX.META", ns, "BEGIN")
+    assert unix.call("SSM.PREFIX.STORE", ns, 3, b"state", "GEN", gen) == "OK"
+    assert unix.call("KV.PREFIX.META", ns, "SET", gen, b"manifest") == "OK"
+    layout = f"s 3 5 {checksum(b'state')}"
+    assert unix.call("KV.PREFIX.LEND", ns, gen, layout) == "OK"
+    _, fd = borrow(unix, ns)
+    assert tensors(fd)["s.3"].tobytes() == b"state"
+    time.sleep(0.3)
+    ((_, _, _, _, before),) = unix.call("KV.PREFIX.LIST", ns)
+    borrow(unix, ns)
+    ((_, _, _, _, after),) = unix.call("KV.PREFIX.LIST", ns)
+    assert after < before
+
+
 def test_nobody_can_write_to_a_lent_file_and_it_has_no_name(unix: UnixClient, ns: bytes) -> None:
     gen, layout = fill(unix, ns)
     unix.call("KV.PREFIX.LEND", ns, gen, layout)
