@@ -19,6 +19,8 @@ from pion_vllm_mlx.transport import Command, Lane, Patience, Reply, ServerError
 
 _PATIENCE: Final = Patience(first_byte=5, stall=5, total=30)
 _AT_ONCE: Final = 64
+#: Seconds that are no time between two uses.
+_MOMENT: Final = 5.0
 #: Session slots left to others before leaves are evicted for want of slots.
 SPARE_SESSIONS: Final = 16
 
@@ -48,9 +50,11 @@ class Keeper:
         listed, _ = self._list()
         return sum(row.nbytes for row in listed)
 
-    def nodes(self) -> dict[bytes, Node]:
-        """The tree of all whole records; raises TransportError."""
-        return self._nodes(self._list()[0])
+    def used_last(self) -> dict[bytes, Node]:
+        """The tree of all whole records, used last first; raises TransportError."""
+        listed, _ = self._list()
+        # A server that was restarted has touched all of them at that moment; fills it numbers.
+        return self._nodes(sorted(listed, key=lambda row: (row.unused // _MOMENT, -row.gen)))
 
     def make_room(self, drafts: Sequence[Draft], ancestors: Iterable[bytes]) -> None:
         """Evict so that `drafts` fit; raises Oversize, having evicted nothing, TransportError."""

@@ -34,7 +34,7 @@ from pion_vllm_mlx.lineage.filling import write_draft
 from pion_vllm_mlx.lineage.known import UNKNOWN, Known
 from pion_vllm_mlx.lineage.latest import latest_ids
 from pion_vllm_mlx.lineage.match import Asked, Link, Match
-from pion_vllm_mlx.lineage.preparing import order_files, used_last
+from pion_vllm_mlx.lineage.preparing import order_files, worth_files
 from pion_vllm_mlx.lineage.search import search, search_state
 from pion_vllm_mlx.lineage.tails import before_tail, tail_start
 from pion_vllm_mlx.namespace import model_fingerprint
@@ -401,7 +401,7 @@ class Lineage:
         if self._local is None or not self._local.is_possible:
             return
         with self._storing, contextlib.suppress(TransportError, StoreFailed):
-            order_files(self._store_lane, used_last(self._keeper.nodes(), nbytes))
+            order_files(self._store_lane, worth_files(self._keeper.used_last(), nbytes))
 
     def stats(self) -> dict[str, Any]:
         """Figures since this object was made, by the names `PionPromptCache.stats` explains."""

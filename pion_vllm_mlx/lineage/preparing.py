@@ -14,16 +14,16 @@ from pion_vllm_mlx.transport.local import NotLent
 _PATIENCE: Final = Patience(first_byte=5, stall=5, total=30)
 
 
-def used_last(nodes: Mapping[bytes, Node], nbytes: int, most: int = MOST_FILES) -> list[bytes]:
-    """Names of records whose bytes and number stay within the limits, used last first.
+def worth_files(nodes: Mapping[bytes, Node], nbytes: int, most: int = MOST_FILES) -> list[bytes]:
+    """Names of the first records whose bytes and number stay within the limits.
 
-    Whole conversations: each record after those it hangs on, and the state at the end. One that
-    does not fit ends it.
+    Each after those it hangs on, which it is of no use without, and the state at the end of a
+    conversation. One that does not fit ends it.
     """
     inner = {node.parent for node in nodes.values() if node.kind is Kind.SEGMENT}
     chosen: dict[bytes, None] = {}
     used = 0
-    for node in sorted(nodes.values(), key=lambda node: node.unused):
+    for node in nodes.values():
         path: list[Node] = []
         # A conversation goes on from the last of its states.
         is_state = node.kind is Kind.STATE and node.parent not in inner

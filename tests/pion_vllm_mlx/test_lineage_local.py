@@ -20,7 +20,7 @@ from pion_vllm_mlx import PionPromptCache
 from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage import Lineage
 from pion_vllm_mlx.lineage import borrowing as borrowing_module
-from pion_vllm_mlx.lineage.preparing import used_last
+from pion_vllm_mlx.lineage.preparing import worth_files
 from pion_vllm_mlx.lineage.tree import Kind, Node
 from pion_vllm_mlx.tier import Tier
 from pion_vllm_mlx.transport import Patience
@@ -471,27 +471,50 @@ def close_all(loans: list[Loan | None]) -> None:
             loan.close()
 
 
-def node(name: str, parent: str = "", nbytes: int = 10, unused: float = 0.0) -> Node:
+def test_after_a_restart_what_was_stored_last_counts_as_used_last(
+    server: Callable[..., Server], tenant: str
+) -> None:
+    """All ages are those of the restart then; what is used afterwards comes first again."""
+    running = server()
+    others = [ids_of(100 + number, 70) for number in range(4)]
+    index = index_of(running, tenant=tenant)
+    for ids in others:
+        take_turn(index, LLAMA, ids)
+    names = [index.find(ids).links[0].name for ids in others]
+    index.close()
+    running.kill()
+    running.restart()
+    again = index_of(running, tenant=tenant)
+    nbytes = again.find(others[0]).nbytes
+    orders: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "pion_vllm_mlx.lineage.index.order_files", lambda lane, names: orders.append(names)
+        )
+        again.prepare(2 * nbytes)
+        assert orders == [[names[3], names[2]]]
+
+
+def node(name: str, parent: str = "", nbytes: int = 10) -> Node:
     kind = {"t": Kind.TRACE, "s": Kind.STATE}.get(name[0], Kind.SEGMENT)
-    return Node(name.encode(), nbytes, parent.encode(), kind, unused)
+    return Node(name.encode(), nbytes, parent.encode(), kind)
 
 
 def names_of(*nodes: Node, nbytes: int = 1000, most: int = 100) -> list[str]:
-    found = used_last({node.name: node for node in nodes}, nbytes, most)
+    found = worth_files({node.name: node for node in nodes}, nbytes, most)
     return [name.decode() for name in found]
 
 
 def test_what_was_used_last_comes_first_and_never_without_what_it_hangs_on() -> None:
-    root, left, right = node("a", unused=9), node("b", "a", unused=2), node("c", "a", unused=1)
-    other, trace = node("x", unused=5), node("t", "a")
-    everything = (root, left, right, other, trace)
+    root, left, right = node("a"), node("b", "a"), node("c", "a")
+    everything = (node("t", "a"), right, left, node("x"), root)
     assert names_of(*everything) == ["a", "c", "b", "x"]
     assert names_of(*everything, nbytes=25) == ["a", "c"]
     assert names_of(*everything, most=3) == ["a", "c", "b"]
     assert names_of(*everything, nbytes=15) == []
     assert names_of() == []
     # Of states the one a conversation goes on from; those before it are of no use to it.
-    states = node("sa", "a", unused=9), node("sc", "c", unused=1)
+    states = node("sa", "a"), node("sc", "c")
     assert names_of(root, right, *states) == ["a", "c", "sc"]
     # A record that hangs on itself, or on one that is gone, is no reason to go on for ever.
     assert names_of(node("a", "a"), node("b", "gone")) == ["a", "b"]
