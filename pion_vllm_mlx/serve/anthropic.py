@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from pion_vllm_mlx.serve.errors import BadRequest
+from pion_vllm_mlx.serve.manners import join_users
 from pion_vllm_mlx.serve.tool_choice import choose
 
 #: Fields with the same name and meaning in both.
@@ -21,7 +22,7 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: a list with one message at least")
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
-    chat["messages"] = [*_system(body.get("system")), *_joined(_messages(messages))]
+    chat["messages"] = [*_system(body.get("system")), *join_users(_messages(messages))]
     if stops := body.get("stop_sequences"):
         chat["stop"] = list(stops)
     thinking = body.get("thinking")
@@ -123,30 +124,6 @@ def _messages(messages: Sequence[Any]) -> Iterator[dict[str, Any]]:
         else:
             yield from _user(blocks, message["role"] if heads else "user")
         heads = heads and message["role"] == "system"
-
-
-def _joined(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """User messages that follow each other are one turn, as in Anthropic's API.
-
-    Many templates allow for nothing else.
-    """
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        last = found[-1] if found else {}
-        if not last.get("role") == message["role"] == "user":
-            found.append(message)
-            continue
-        one, other = last["content"], message["content"]
-        if isinstance(one, str) and isinstance(other, str):
-            content: Any = f"{one}\n\n{other}"
-        else:
-            content = [*_parts(one), *_parts(other)]
-        found[-1] = {"role": "user", "content": content}
-    return found
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _assistant(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pion_vllm_mlx.serve.errors import BadRequest
 from pion_vllm_mlx.serve.exchange import Exchange, Sink
 from pion_vllm_mlx.serve.figures import Figures
 from pion_vllm_mlx.serve.generator import Generator
+from pion_vllm_mlx.serve.manners import Manners
 from pion_vllm_mlx.serve.normalise import has_images, normalise_messages
 from pion_vllm_mlx.serve.remembered import Remembered, Shelf, Unknown
 from pion_vllm_mlx.serve.reply import Reply
@@ -56,6 +57,7 @@ class Service:
         fingerprint: Any = get_system_fingerprint
         self._fingerprint = str(fingerprint())
         self._created = int(time.time())
+        self._manners: tuple[Any, Manners] | None = None
 
     def chat(self, reply: Reply, body: Body) -> None:
         """POST /v1/chat/completions"""
@@ -154,8 +156,15 @@ class Service:
             # mlx_lm.server fetches an image's address before it knows whether it can use one.
             if self.generator.model_provider.processor is None and has_images(messages):
                 raise BadRequest("messages: this model reads text only")
-            checked["messages"] = messages
+            checked["messages"] = self._fitted(messages)
         return checked | {"model": "default_model"}
+
+    def _fitted(self, messages: Any) -> Any:
+        """Messages the model's chat template takes, if it takes any such conversation."""
+        tokenizer = self.generator.model_provider.tokenizer
+        if self._manners is None or self._manners[0] is not tokenizer:
+            self._manners = tokenizer, Manners.of(tokenizer)
+        return self._manners[1].fit(messages) if isinstance(messages, list) else messages
 
     def _exchange(self, reply: Reply) -> Exchange:
         return Exchange(self.generator, self._fingerprint, reply.is_gone)
