@@ -25,15 +25,17 @@ def check_ids(prefix_ids: Iterable[Any], vocab_size: int | None) -> tuple[int, .
     if isinstance(tokens, mx.array | np.ndarray):
         tokens = tokens.tolist()
     try:
-        ids = tuple(_as_int(token) for token in tokens)
+        ids = tuple(tokens)
+        if set(map(type, ids)) != {int}:
+            ids = tuple(_as_int(token) for token in ids)
     except TypeError as error:
         raise ValueError(f"prefix_ids must be a flat sequence of integers: {error}") from error
     if len(ids) > _MOST_TOKENS:
         raise ValueError(f"{len(ids)} tokens, at most {_MOST_TOKENS} can be stored")
     limit = min(vocab_size or 2**32, 2**32)
-    for token in ids:
-        if not 0 <= token < limit:
-            raise ValueError(f"token id {token} is not in 0..{limit - 1}")
+    if ids and not 0 <= min(ids) <= max(ids) < limit:
+        wrong = next(token for token in ids if not 0 <= token < limit)
+        raise ValueError(f"token id {wrong} is not in 0..{limit - 1}")
     return ids
 
 

@@ -19,6 +19,7 @@ import xxhash
 from mlx.nn.layers.base import Module
 
 from pion_vllm_mlx.fingerprint_file import FingerprintFile, file_identity
+from pion_vllm_mlx.model_snapshot import NoSnapshot, Snapshot
 from pion_vllm_mlx.model_survey import (
     Glance,
     Survey,
@@ -49,17 +50,34 @@ def make_namespace(*parts: object) -> str:
     return hashlib.sha256("|".join(str(part) for part in parts).encode()).hexdigest()[:32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Known:
     glance: Glance
+    snapshot: Snapshot | None
     content: str | None
     fingerprint: str
 
     def still_holds(self, model: Module) -> bool:
         """Whether the model is the same: its parts, and in a small one its weights, by content."""
-        return self.glance.still_shows(model) and (
+        return self._shows_the_same(model) and (
             self.content is None or self.content == _content(self.glance.arrays())
         )
+
+    def _shows_the_same(self, model: Module) -> bool:
+        snapshot = self.snapshot
+        if snapshot is not None and snapshot.still_shows(model):
+            return True
+        same = self.glance.still_shows(model)
+        if same and snapshot is not None:
+            self.snapshot = _snapshot_of(model)
+        return same
+
+
+def _snapshot_of(model: Module) -> Snapshot | None:
+    try:
+        return Snapshot(model)
+    except NoSnapshot:
+        return None
 
 
 _known: dict[int, _Known] = {}
@@ -89,7 +107,7 @@ def model_fingerprint(model: Module, source: str | Path | None = None) -> str:
     glance = Glance(model)
     content = _content(glance.arrays()) if small else None
     weakref.finalize(model, _known.pop, id(model), None).atexit = False
-    _known[id(model)] = _Known(glance, content, fingerprint)
+    _known[id(model)] = _Known(glance, _snapshot_of(model), content, fingerprint)
     return fingerprint
 
 
