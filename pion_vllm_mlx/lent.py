@@ -2,13 +2,15 @@
 
 A layout tells the server what each layer's rows are made of, a line a layer and side, and which
 checksum the manifest gives them; the server checks those once, when it makes the file. Rows in the
-very format of the cache come head-major and are used as they are; rows of other formats come PACKED
-and are decoded here.
+very format of the cache come head-major and are used as they are, with room behind them where the
+cache appends to its buffer; rows of other formats come PACKED and are decoded here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -20,6 +22,7 @@ from pion_patches.containers import unpack_arrays
 from pion_patches.pieces import ITEMSIZE, HeadPiece, RebuildError, dtype_name
 from pion_vllm_mlx.manifest import LeafEntry, Manifest, Rows
 from pion_vllm_mlx.pieces import Landing, row_format
+from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.transport.local import Loan, NotLent
 
 _CODES: Final = {
@@ -36,13 +39,18 @@ _CODES: Final = {
     "uint64": "U64",
     "int64": "I64",
 }
+#: Caches whose buffer may be longer than their rows.
+_ROOMY: Final = ("KVCache", "QuantizedKVCache")
+#: Rows that can be appended in place. Without them the first append copies the whole prefix; each
+#: costs its share of the read.
+ROOM: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
     """How one side of a layer comes: `turned` as the cache keeps it, or as PACKED rows.
 
-    `parts`: dtype and width, a head's, of each tensor.
+    `parts`: dtype and width, a head's, of each tensor. `room`: rows of zeros behind the rows.
     """
 
     name: str
@@ -50,13 +58,16 @@ class Tensors:
     turned: bool
     heads: int
     parts: tuple[tuple[str, int], ...]
+    room: int = 0
 
     @property
     def line(self) -> str:
         words = " ".join(f"{code}:{width}" for code, width, _ in self.stored)
         side, _, layer = self.name.partition(".")
         # Rows without a checksum are those of a segment, whose blocks have one.
-        return f"{side} {layer} {self.rows.count} {self.rows.checksum or '-'} {self.heads} {words}"
+        checksum = self.rows.checksum or "-"
+        length = f"{self.rows.count}+{self.room}" if self.room else f"{self.rows.count}"
+        return f"{side} {layer} {length} {checksum} {self.heads} {words}"
 
     @property
     def stored(self) -> list[tuple[str, int, int]]:
@@ -66,7 +77,7 @@ class Tensors:
     def piece(self, loaded: Mapping[str, mx.array]) -> RowPiece:
         parts = tuple(loaded[f"{self.name}.{index}"] for index in range(len(self.parts)))
         if self.turned:
-            return HeadPiece(parts, self.rows.layout.fmt)
+            return HeadPiece(parts, self.rows.layout.fmt, self.room)
         landing = Landing(self.rows)
         landing.adopt(parts[0].reshape(-1))
         return landing.piece()
@@ -74,6 +85,19 @@ class Tensors:
 
 class Layout:
     """What a file holds that is to be the prefix of one manifest."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Layout:
+        """As the constructor; that of a manifest asked for again is remembered."""
+        known = _recent.get(id(manifest))
+        if known is not None and known._manifest is manifest:
+            return known
+        layout = cls(manifest)
+        with _making:
+            _recent[id(manifest)] = layout
+            while len(_recent) > _MOST_RECENT:
+                _recent.popitem(last=False)
+        return layout
 
     def __init__(self, manifest: Manifest) -> None:
         """Raises NotLent for rows that no file can hold."""
@@ -83,20 +107,21 @@ class Layout:
         for entry in manifest.leaves:
             for side, rows in (("k", entry.keys), ("v", entry.values)):
                 if rows is not None:
-                    tensors = tensors_of(side, entry, rows)
+                    tensors = _with_room(tensors_of(side, entry, rows), entry)
                     self._sides[tensors.name] = tensors
                     lines.append(tensors.line)
         blobs = (entry.blob for entry in manifest.leaves if entry.blob is not None)
         lines += [f"s {blob.layer} {blob.nbytes} {blob.checksum}" for blob in blobs]
         self.text = "\n".join(lines).encode()
         self.digest = hashlib.blake2b(self.text, digest_size=16).digest()
+        self._expected = self._tensors()
 
     def read(self, loan: Loan) -> CacheImage:
         """The image, evaluated. Raises NotLent if the file is not what was asked for."""
         try:
             loaded: Any = mx.load(loan.path, format="safetensors")
             found = {name: (dtype_name(array), *array.shape) for name, array in loaded.items()}
-            if found != self._expected():
+            if found != self._expected:
                 raise NotLent("unsound", "other tensors than were asked for")
             mx.eval(list(loaded.values()))
             leaves = tuple(self._leaf(entry, loaded) for entry in self._manifest.leaves)
@@ -106,12 +131,13 @@ class Layout:
             raise NotLent("unsound", str(error)) from error
         return CacheImage(len(self._manifest.ids), leaves)
 
-    def _expected(self) -> dict[str, tuple[str | int, ...]]:
+    def _tensors(self) -> dict[str, tuple[str | int, ...]]:
         """Name, dtype and shape of every tensor."""
         expected: dict[str, tuple[str | int, ...]] = {}
         for name, side in self._sides.items():
+            length = side.rows.count + side.room
             for index, (dtype, width) in enumerate(side.parts):
-                expected[f"{name}.{index}"] = (dtype, 1, side.heads, side.rows.count, width)
+                expected[f"{name}.{index}"] = (dtype, 1, side.heads, length, width)
         for entry in self._manifest.leaves:
             if entry.blob is not None:
                 expected[f"s.{entry.blob.layer}"] = ("uint8", entry.blob.nbytes)
@@ -129,6 +155,12 @@ class Layout:
         return Leaf(entry.path, entry.kind, dict(entry.meta), keys, values, arrays)
 
 
+#: By the identity of the manifest, which its layout keeps alive.
+_recent: OrderedDict[int, Layout] = OrderedDict()
+_making = ProcessLock()
+_MOST_RECENT: Final = 16
+
+
 def tensors_of(side: str, entry: LeafEntry, rows: Rows) -> Tensors:
     """How rows of side "k" or "v" come; raises NotLent where no file can hold them."""
     name, layout = f"{side}.{rows.layer}", rows.layout
@@ -143,6 +175,13 @@ def tensors_of(side: str, entry: LeafEntry, rows: Rows) -> Tensors:
         raise NotLent("unsound", f"no heads of {name}")
     widths = (width // heads for width in layout.widths)
     return Tensors(name, rows, True, heads, tuple(zip(layout.dtypes, widths, strict=True)))
+
+
+def _with_room(tensors: Tensors, entry: LeafEntry) -> Tensors:
+    """With room behind the rows where the cache takes the tensors as they are and appends."""
+    if not tensors.turned or entry.kind not in _ROOMY:
+        return tensors
+    return dataclasses.replace(tensors, room=ROOM)
 
 
 def heads_of(entry: LeafEntry, side: str, rows: Rows) -> int | None:

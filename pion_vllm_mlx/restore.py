@@ -177,7 +177,7 @@ def borrow_prefix(
         found = _found(reply)
         wanted = len(found.manifest.ids) if ids is None else ids
         check_wanted(found.manifest, wanted, fingerprint, tier)
-        layout = Layout(found.manifest)
+        layout = Layout.of(found.manifest)
         if loan is None or loan.gen != found.gen or loan.digest != layout.digest:
             return found, Command.of("KV.PREFIX.LEND", namespace, found.gen, layout.text)
         image = layout.read(loan)
@@ -296,7 +296,9 @@ class _Arrived:
             leaves = tuple(self._leaf(entry, tokens) for entry in manifest.leaves)
         except (RebuildError, ValueError) as error:
             raise Miss("rebuild", str(error)) from error
-        return CacheImage(tokens, leaves)
+        image = CacheImage(tokens, leaves)
+        mx.eval(image.arrays())
+        return image
 
     def _leaf(self, entry: LeafEntry, tokens: int) -> Leaf:
         arrays: tuple[mx.array | None, ...] = ()

@@ -89,7 +89,7 @@ def _piece(tensors: Tensors, fmt: str) -> RowPiece | None:
 def give_rows(leaf: Leaf, tokens: int, buffer: Callable[[int], int]) -> tuple[Tensors, Tensors]:
     """Both sides as tensors `[1, H, buffer(rows), D]`, zero after the rows; raises Misfit.
 
-    A HeadPiece gives its own tensors, which end with the rows.
+    A HeadPiece gives its own tensors, which end with the rows or with the room behind them.
     """
     check_count(leaf.meta, tokens)
     if leaf.arrays:
@@ -119,7 +119,8 @@ def _tensors(leaf: Leaf, side: str, piece: RowPiece | None, rows: int, buffer: i
             for width, dtype in zip(widths, dtypes, strict=True)
         )
     if isinstance(piece, HeadPiece):
-        return _as_they_are(piece, side, rows, heads, list(zip(dtypes, widths, strict=True)))
+        wanted = [(d, 1, heads, rows + piece.room, w) for d, w in zip(dtypes, widths, strict=True)]
+        return _as_they_are(piece, side, wanted, buffer)
     found = [(dtype_name(part), *part.shape) for part in piece.parts]
     if found != [(d, rows, heads * w) for d, w in zip(dtypes, widths, strict=True)]:
         raise Misfit(f"its {side} are {found}, not {rows} rows of {heads} x {widths} {dtypes}")
@@ -127,12 +128,14 @@ def _tensors(leaf: Leaf, side: str, piece: RowPiece | None, rows: int, buffer: i
 
 
 def _as_they_are(
-    piece: HeadPiece, side: str, rows: int, heads: int, wanted: list[tuple[str, int]]
+    piece: HeadPiece, side: str, wanted: list[tuple[str | int, ...]], buffer: int
 ) -> Tensors:
-    """Tensors that are turned already, as array objects of the caller's own."""
+    """Tensors that are turned already, as array objects of the caller's own, no longer than that."""
     found = [(dtype_name(part), *part.shape) for part in piece.parts]
-    if found != [(dtype, 1, heads, rows, width) for dtype, width in wanted]:
-        raise Misfit(f"its {side} are {found}, not {rows} rows of {heads} x {wanted}")
+    if found != wanted:
+        raise Misfit(f"its {side} are {found}, not {wanted}")
+    if piece.room and piece.rows + piece.room > buffer:
+        return tuple(part[:, :, :buffer] for part in piece.parts)
     # A new object at no cost; MLX copies the shared memory when one of the two is written to.
     return tuple(part.reshape(part.shape) for part in piece.parts)
 

@@ -11,6 +11,7 @@ Everything here is values: frozen, evaluated, sharing nothing with a live cache.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,12 @@ class RebuildError(Exception):
 
 def dtype_name(array: mx.array) -> str:
     """`float16`, `uint32`, …: the name a manifest and a container give a dtype."""
-    name = str(array.dtype).rpartition(".")[2]
+    return _name_of(array.dtype)
+
+
+@functools.cache
+def _name_of(dtype: mx.Dtype) -> str:
+    name = str(dtype).rpartition(".")[2]
     return "bool" if name == "bool_" else name
 
 
@@ -236,23 +242,24 @@ class RowPiece:
 
 @dataclass(frozen=True, slots=True)
 class HeadPiece(RowPiece):
-    """A piece whose `parts` are `[1, H, N, width_i / H]`: rows turned as a cache keeps them.
+    """A piece whose `parts` are `[1, H, N + room, width_i / H]`: rows turned as a cache keeps them.
 
-    A rebuilt cache takes these very tensors, without a copy and without room for more rows. They
-    may be views of rows.
+    A rebuilt cache takes these very tensors, without a copy. They may be views of rows. The last
+    `room` rows are zeros that belong to nobody yet: the first appends go there.
     """
+
+    room: int = 0
 
     @classmethod
     def of(cls, piece: RowPiece, heads: int) -> HeadPiece:
-        """The rows of a piece head by head, evaluated, sharing its memory."""
+        """The rows of a piece head by head, not evaluated, sharing its memory."""
         views = [part.reshape(piece.rows, heads, -1).swapaxes(0, 1)[None] for part in piece.parts]
-        mx.eval(views)
         return cls(tuple(views), piece.fmt)
 
     @property
     def rows(self) -> int:
         """Number of rows, N."""
-        return int(self.parts[0].shape[2])
+        return int(self.parts[0].shape[2]) - self.room
 
     @property
     def layout(self) -> RowLayout:
@@ -261,12 +268,13 @@ class HeadPiece(RowPiece):
         return RowLayout(self.fmt, tuple(dtype_name(part) for part in self.parts), widths)
 
     def first(self, rows: int) -> RowPiece:
-        """The first rows, sharing memory."""
+        """The first rows, sharing memory, without room."""
         return HeadPiece(tuple(part[:, :, :rows] for part in self.parts), self.fmt)
 
     def turned(self) -> RowPiece:
         """The same rows as `[N, width_i]`, copied where there are several heads."""
-        parts = (part[0].swapaxes(0, 1).reshape(self.rows, -1) for part in self.parts)
+        rows = self.rows
+        parts = (part[0, :, :rows].swapaxes(0, 1).reshape(rows, -1) for part in self.parts)
         return RowPiece(tuple(mx.contiguous(part) for part in parts), self.fmt)
 
     def views(self) -> tuple[memoryview, ...]:

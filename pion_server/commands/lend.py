@@ -17,6 +17,7 @@ from pion_server.store.schema import MAX_DIM, MAX_LAYERS, MAX_ROWS
 from pion_server.store.tensor_file import ITEM_BYTES, BlockSums, Part
 
 MAX_LAYOUT = 1 << 20
+MAX_ROOM = 4096
 _MOST_PARTS = 8
 # Seconds. Who asks has the rows by now, and is about to compute the first token from them.
 _DELAY = 0.5
@@ -108,8 +109,9 @@ def _request(args: Args) -> LendRequest:
 
 
 def _rows(words: list[str]) -> RowsWanted:
-    """`side layer rows xxh3 heads dtype:width [dtype:width …]`, the widths a head's."""
-    side, layer, count, checksum, heads, *parts = words
+    """`side layer rows[+room] xxh3 heads dtype:width [dtype:width …]`, the widths a head's."""
+    side, layer, length, checksum, heads, *parts = words
+    count, plus, room = length.partition("+")
     number = _number(heads, "heads", 1, MAX_DIM)
     found = []
     for index, text in enumerate(parts):
@@ -123,6 +125,7 @@ def _rows(words: list[str]) -> RowsWanted:
         _number(count, "rows", 1, MAX_ROWS),
         None if checksum == _IN_BLOCKS else _sum(checksum),
         tuple(found),
+        _number(room, "room", 1, MAX_ROOM) if plus else 0,
     )
 
 

@@ -42,6 +42,7 @@ class RowsWanted:
     """All rows of a layer, `count` of them: side "k" or "v", and what a PACKED row is made of.
 
     `checksum`: None where blocks of all layers have one.
+    `room`: rows of zeros behind them.
     """
 
     side: str
@@ -49,6 +50,7 @@ class RowsWanted:
     count: int
     checksum: str | None
     parts: tuple[Part, ...]
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class Lending:
                 layout = split_packed(rows.format, wanted.parts)
             except ValueError as error:
                 raise BadArgument(f"KV.PREFIX.LEND: {name}: {error}") from None
-            chosen.append(Side(name, rows, layout, wanted.checksum))
+            chosen.append(Side(name, rows, layout, wanted.checksum, wanted.room))
         blobs = []
         for state in request.blobs:
             record = self._ssm.fetch(request.ns, state.layer)

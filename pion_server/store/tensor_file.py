@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 STEP_BYTES = 4 << 20
+WINDOW_BYTES = 8 << 20
 
 U8: TypeAlias = "NDArray[np.uint8]"
 ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
@@ -124,12 +125,24 @@ class Side:
     """One layer of keys or values: its name (`k.0`), its rows and their layout.
 
     `checksum`: the xxh3-64 (hex) that its rows have as PACKED bytes, where somebody knows it.
+    `room`: rows of zeros that each head has behind its rows, for whoever appends to them.
     """
 
     name: str
     rows: StoredRows
     layout: Layout
     checksum: str | None = None
+    room: int = 0
+
+    @property
+    def length(self) -> int:
+        """Rows a head has in the file."""
+        return self.rows.rows + self.room
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(part.heads * self.length * part.row_bytes for part in self.layout.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +209,10 @@ class TensorFile:
         for side in sides:
             places = []
             for part in side.layout.parts:
-                end = at + part.heads * side.rows.rows * part.row_bytes
+                end = at + part.heads * side.length * part.row_bytes
                 entries[side.name + part.suffix] = {
                     "dtype": part.dtype,
-                    "shape": [1, part.heads, side.rows.rows, part.width],
+                    "shape": [1, part.heads, side.length, part.width],
                     "data_offsets": [at, end],
                 }
                 places.append(at)
@@ -226,21 +239,26 @@ class TensorFile:
 
     def write(self, file: StoreFile) -> None:
         """Write everything; raises OSError, and DamagedEntry for bytes that fail their checksum."""
-        file.write([self.header], 0)
+        window, start = _Window(file), len(self.header)
+        window.open(0, start)
+        window.write(self.header, 0)
         hashes = None if self._blocks is None else _BlockHashes(self._blocks)
         for side, places in zip(self.sides, self._places, strict=False):
             if side.checksum is None and hashes is None:
                 side.rows.verify()
-            self._write_side(file, side, places, hashes)
+            window.open(start + places[0], side.nbytes)
+            self._write_side(window, side, places, hashes)
         if hashes is not None:
             hashes.compare()
         for blob, (place,) in zip(self.blobs, self._places[len(self.sides) :], strict=True):
             data = blob.record.read()
             _compare(xxhash.xxh3_64_hexdigest(data), blob.checksum, blob.name)
-            file.write([data], len(self.header) + place)
+            window.open(start + place, len(data))
+            window.write(data, start + place)
+        window.close()
 
     def _write_side(
-        self, file: StoreFile, side: Side, places: list[int], hashes: _BlockHashes | None
+        self, window: _Window, side: Side, places: list[int], hashes: _BlockHashes | None
     ) -> None:
         import numpy as np
 
@@ -256,12 +274,53 @@ class TensorFile:
             for part, place, piece in zip(parts, places, side.layout.split(run), strict=True):
                 by_head = np.ascontiguousarray(piece.transpose(1, 0, 2))
                 for head in range(part.heads):
-                    row = head * side.rows.rows + done
-                    offset = len(self.header) + place + row * part.row_bytes
-                    file.write([by_head[head].reshape(-1).data], offset)
+                    offset = self._offset(side, part, place, head, done)
+                    window.write(by_head[head].reshape(-1).data, offset)
             done += run.rows
+        for part, place in zip(parts, places, strict=True):
+            zeros = bytes(side.room * part.row_bytes)
+            for head in range(part.heads):
+                window.write(zeros, self._offset(side, part, place, head, done))
         if side.checksum is not None:
             _compare(digest.hexdigest(), side.checksum, side.name)
+
+    def _offset(self, side: Side, part: Part, place: int, head: int, row: int) -> int:
+        return len(self.header) + place + (head * side.length + row) * part.row_bytes
+
+
+class _Window:
+    """Pieces in any order within what was opened, written to the file in long runs.
+
+    The longer the writes, the larger the pages that the file's cache is made of, and the faster it
+    is read. What is larger than a window goes to the file piece by piece.
+    """
+
+    def __init__(self, file: StoreFile) -> None:
+        self._file = file
+        self._start = 0
+        self._memory = bytearray()
+
+    def open(self, offset: int, nbytes: int) -> None:
+        """The next `nbytes` come, at `offset`, where the ones before end; those are complete."""
+        if len(self._memory) + nbytes > WINDOW_BYTES:
+            self.close()
+        if not self._memory:
+            self._start = offset
+        if nbytes <= WINDOW_BYTES:
+            self._memory += bytes(nbytes)
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """Put `data` where it belongs."""
+        at = offset - self._start
+        if at + len(data) <= len(self._memory):
+            self._memory[at : at + len(data)] = data
+        else:
+            self._file.write([data], offset)
+
+    def close(self) -> None:
+        """Everything opened has come."""
+        self._file.write([self._memory], self._start)
+        self._memory = bytearray()
 
 
 def _compare(found: str, expected: str, name: str) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
+from pion_patches.cache_rebuild import dismantle, rebuild
 from pion_vllm_mlx import PionPromptCache
+from pion_vllm_mlx.lent import ROOM
 from pion_vllm_mlx.transport.local import OFF, is_loopback
 from tests.pion_patches.zoo import families
 from tests.pion_vllm_mlx.fake_peer import FakePeer, Words, array, bulk, seconds_of
@@ -74,6 +76,22 @@ def test_a_lent_prefix_continues_as_a_cold_run_bit_for_bit(
         first = continue_greedily(model, pc.get_or_prefill(PREFIX, namespace))
         assert continue_greedily(model, lend(pc, namespace)) == first == cold_answer(model, PREFIX)
         assert pc.stats()["not_lent"].keys() <= {"unmade", "absent"}
+
+
+def test_what_is_lent_has_room_for_the_first_tokens_after_it(
+    shared: Server, namespace: str
+) -> None:
+    """The first append then copies nothing, and nothing but what was stored counts."""
+    with client(shared) as pc:
+        pc.get_or_prefill(PREFIX, namespace)
+        cache = lend(pc, namespace)
+        before = [leaf.keys.shape[2] for leaf in cache]
+        assert before == [len(PREFIX) + ROOM] * len(cache)
+        assert [leaf.offset for leaf in cache] == [len(PREFIX)] * len(cache)
+        assert not mx.any(cache[0].keys[:, :, len(PREFIX) :]).item()
+        again = rebuild(make_prompt_cache(MODEL), dismantle(cache, len(PREFIX)))
+        assert continue_greedily(MODEL, cache) == COLD == continue_greedily(MODEL, again)
+        assert [leaf.keys.shape[2] for leaf in cache] == before
 
 
 @pytest.mark.parametrize("vquant", ["int8", "fp8", "mlx4g32", "turbo4", "fp16", "fp32"])

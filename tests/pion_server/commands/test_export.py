@@ -436,11 +436,11 @@ def test_a_full_disk_leaves_no_partial_file(
     stores, exports = open_exports(tmp_path)
     real, calls = os.pwritev, []
 
-    def full(*args: Any) -> int:
-        calls.append(args)
+    def full(fd: int, views: Any, offset: int) -> int:
+        calls.append(offset)
         if len(calls) > 2:
             raise OSError(28, "No space left on device")
-        return real(*args)
+        return real(fd, [views[0][:100]], offset)
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwritev", full)

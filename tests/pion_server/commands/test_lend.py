@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from pion_server.errors import CommandError
-from pion_server.store import lending
+from pion_server.store import lending, tensor_file
 from pion_server.store.final_file import make_final_file
 from pion_server.store.lending import BlobWanted, Lending, LendRequest, RowsWanted
 from pion_server.store.opening import StoreOptions, Stores, open_stores
@@ -138,6 +138,21 @@ def test_state_that_is_lent_is_used(unix: UnixClient, ns: bytes) -> None:
     borrow(unix, ns)
     ((_, _, _, _, after),) = unix.call("KV.PREFIX.LIST", ns)
     assert after < before
+
+
+def test_room_is_rows_of_zeros_behind_those_of_each_head(unix: UnixClient, ns: bytes) -> None:
+    gen, layout = fill(unix, ns)
+    roomy = layout.replace(f"k 0 {ROWS} ", f"k 0 {ROWS}+3 ")
+    assert unix.call("KV.PREFIX.LEND", ns, gen, roomy) == "OK"
+    (_, nbytes, _), fd = borrow(unix, ns)
+    assert os.fstat(fd).st_size == nbytes
+    held = tensors(fd)
+    turned = rows_of(1).reshape(ROWS, HEADS, WIDTH).swapaxes(0, 1)[None]
+    assert held["k.0.0"].shape == (1, HEADS, ROWS + 3, WIDTH)
+    assert np.array_equal(held["k.0.0"][:, :, :ROWS], turned)
+    assert not held["k.0.0"][:, :, ROWS:].any()
+    assert held["v.0.0"].shape == (1, HEADS, ROWS, WIDTH)
+    assert held["s.3"].tobytes() == b"state"
 
 
 def test_nobody_can_write_to_a_lent_file_and_it_has_no_name(unix: UnixClient, ns: bytes) -> None:
@@ -271,6 +286,9 @@ def test_what_does_not_add_up_is_an_error_for_who_asks_next(
         "k 0 1",
         "k 0 5 zz 2 F32:32",
         "k 0 5 0123456789abcdef 2 F31:32",
+        "k 0 5+ 0123456789abcdef 2 F32:32",
+        "k 0 5+0 0123456789abcdef 2 F32:32",
+        "k 0 5+4097 0123456789abcdef 2 F32:32",
         "k -1 5 0 2 F32:1",
     ],
 )
@@ -373,7 +391,7 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
     opened.close()
 
 
-def request_for(stores: Stores, ns: bytes, *, blob: bytes = b"") -> LendRequest:
+def request_for(stores: Stores, ns: bytes, *, blob: bytes = b"", room: int = 0) -> LendRequest:
     """A stored prefix of one layer, and the request for its file."""
     owner = object()
     schema = uniform("fp32", DIM)
@@ -388,13 +406,32 @@ def request_for(stores: Stores, ns: bytes, *, blob: bytes = b"") -> LendRequest:
         blobs = (BlobWanted(0, len(blob), checksum(blob)),)
     stores.vstore.manifests.set(ns, gen, b"m")
     part = (Part(".0", "F32", HEADS, WIDTH),)
-    rows = tuple(RowsWanted(side, 0, ROWS, checksum(data), part) for side in "kv")
+    rows = tuple(RowsWanted(side, 0, ROWS, checksum(data), part, room) for side in "kv")
     return LendRequest(ns, gen, b"layout", rows, blobs)
 
 
 def make(lent: Lending, request: LendRequest) -> None:
     assert lent.begin(request)
     lent.make(request)
+
+
+@pytest.mark.parametrize("window", [0, 100, 700, 1500])
+def test_a_file_is_the_same_however_much_of_it_is_put_together_in_memory(
+    stores: Stores, tmp_path: Path, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_for(stores, b"a", blob=b"state", room=2)
+    whole = Lending(stores.vstore, stores.ssm, tmp_path)
+    make(whole, request)
+    expected = whole.find(b"a")
+    monkeypatch.setattr(tensor_file, "WINDOW_BYTES", window)
+    pieced = Lending(stores.vstore, stores.ssm, tmp_path)
+    make(pieced, request)
+    found = pieced.find(b"a")
+    assert expected is not None
+    assert found is not None
+    read = [os.pread(one.file.fileno(), one.nbytes + 1, 0) for one in (expected, found)]
+    assert len(read[0]) == expected.nbytes
+    assert read[0] == read[1]
 
 
 def test_the_budget_keeps_the_files_used_last(stores: Stores, tmp_path: Path) -> None:
