@@ -6,6 +6,7 @@ encoded, and is received into MLX's memory, where a lossless format needs no fur
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -111,6 +112,7 @@ class Landing:
         self.nbytes = rows.count * self.format.packed_row_bytes
         self._bytes: mx.array | None = None
         self._intact: bool | None = None
+        self._piece: RowPiece | None = None
         self.view: memoryview | None = None
 
     @staticmethod
@@ -127,7 +129,16 @@ class Landing:
 
     def expect(self) -> None:
         """Bytes are about to arrive, for the first time or again."""
-        self._intact = None
+        self._intact = self._piece = None
+
+    def finish(self) -> None:
+        """Everything has arrived: check it and decode it, while the next one is on its way."""
+        if not self.is_intact():
+            return
+        with contextlib.suppress(ValueError):  # raised again where somebody asks for the piece
+            self._piece = self.piece()
+            if not self._is_memory:
+                mx.eval(self._piece.parts)
 
     def is_intact(self) -> bool:
         """Whether what arrived has the checksum it was stored with; looked at once."""
@@ -135,20 +146,28 @@ class Landing:
             self._intact = xxhash.xxh3_64_hexdigest(self.view) == self.rows.checksum
         return bool(self._intact)
 
+    @property
+    def _is_memory(self) -> bool:
+        """Whether the piece is the very memory the rows arrive in."""
+        layout = self.rows.layout
+        return self.rows.store == layout.store_format and len(layout.widths) == 1
+
     def piece(self) -> RowPiece:
         """The rows as arrays, decoded unless their format keeps the very bits."""
+        if self._piece is not None:
+            return self._piece
         if self._bytes is None:
             raise ValueError("nothing has arrived")
+        data = self._bytes
         layout, count = self.rows.layout, self.rows.count
         if self.rows.store != layout.store_format:
-            runs = self.format.unpack(memoryview(cast(Any, self._bytes)), count)
+            runs = self.format.unpack(memoryview(cast(Any, data)), count)
             values = mx.array(np.concatenate([self.format.decode(run) for run in runs]))
             return RowPiece((values.astype(dtype_named(layout.dtypes[0])),), layout.fmt)
-        if len(layout.widths) == 1:
-            # The very memory the rows arrived in.
-            part = self._bytes.view(dtype_named(layout.dtypes[0]))
+        if self._is_memory:
+            part = data.view(dtype_named(layout.dtypes[0]))
             return RowPiece((part.reshape(count, layout.widths[0]),), layout.fmt)
-        table = self._bytes.reshape(count, layout.row_bytes)
+        table = data.reshape(count, layout.row_bytes)
         columns = mx.split(table, np.cumsum(layout.part_bytes)[:-1].tolist(), axis=1)
         return RowPiece(
             tuple(
@@ -159,16 +178,22 @@ class Landing:
         )
 
 
-def _a_few(nbytes: int) -> int:
-    """How many pieces of that size are opened at once, while the next ones are on their way."""
-    return max(1, _OPENED_AT_ONCE // max(1, nbytes))
+def _a_few(landings: Sequence[Landing]) -> Sequence[Landing]:
+    """The first one, and those after it that are opened with it."""
+    count = nbytes = 0
+    for landing in landings:
+        nbytes += landing.nbytes
+        if count and nbytes > _OPENED_AT_ONCE:
+            break
+        count += 1
+    return landings[:count]
 
 
 def places_of(landings: Sequence[Landing]) -> Callable[[int, int], memoryview | None]:
     """Where each bulk of a reply goes, in order; one of another length gets no place.
 
-    When one begins the one before it is complete: it is checked then, while it is still in the
-    processor's cache and the next one is on its way.
+    When one begins the one before it is complete: it is checked and decoded then, while it is
+    still in the processor's cache and the next one is on its way.
 
     Memory is taken when a bulk announces the right length, for it and a few more: a manifest alone,
     whatever it claims, costs none.
@@ -178,9 +203,9 @@ def places_of(landings: Sequence[Landing]) -> Callable[[int, int], memoryview | 
         if index >= len(landings) or landings[index].nbytes != nbytes:
             return None
         if landings[index].view is None:
-            Landing.open(landings[index : index + _a_few(landings[index].nbytes)])
+            Landing.open(_a_few(landings[index:]))
         if index:
-            landings[index - 1].is_intact()
+            landings[index - 1].finish()
         landings[index].expect()
         return landings[index].view
 

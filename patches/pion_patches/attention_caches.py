@@ -130,7 +130,7 @@ def _tensors(leaf: Leaf, side: str, piece: RowPiece | None, rows: int, buffer: i
 def _as_they_are(
     piece: HeadPiece, side: str, wanted: list[tuple[str | int, ...]], buffer: int
 ) -> Tensors:
-    """Tensors that are turned already, as array objects of the caller's own, no longer than that."""
+    """Tensors that are turned already, `buffer` rows at most, as arrays of the caller's own."""
     found = [(dtype_name(part), *part.shape) for part in piece.parts]
     if found != wanted:
         raise Misfit(f"its {side} are {found}, not {wanted}")

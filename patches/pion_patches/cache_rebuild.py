@@ -133,7 +133,7 @@ def rebuild(template: Sequence[Any], image: CacheImage, *, room: int = ROOM) -> 
 
 def evaluate(caches: Iterable[Any]) -> None:
     """Evaluate every array of every cache, so that any thread may go on with them."""
-    mx.eval([array for cache in caches for array in _tensors(_attributes(cache))])
+    mx.eval(_tensors([vars(item) for _, item in flatten(list(caches))]))
 
 
 def cut(image: CacheImage, tokens: int) -> CacheImage:
@@ -185,18 +185,18 @@ def _check_state(leaf: Leaf, cls: CacheClass, tokens: int) -> None:
         raise refusal(leaf.path, leaf.kind, "state is zero everywhere")
 
 
-def _attributes(cache: Any) -> Any:
-    return [vars(item) for _, item in flatten([cache])]
-
-
-def _tensors(value: Any) -> Iterator[mx.array]:
-    if isinstance(value, mx.array):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(waiting: list[Any]) -> list[mx.array]:
+    """Every array in nested lists, tuples and dictionaries."""
+    found: list[mx.array] = []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, mx.array):
+            found.append(value)
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return found
 
 
 def _nest(

@@ -253,8 +253,8 @@ class HeadPiece(RowPiece):
     @classmethod
     def of(cls, piece: RowPiece, heads: int) -> HeadPiece:
         """The rows of a piece head by head, not evaluated, sharing its memory."""
-        views = [part.reshape(piece.rows, heads, -1).swapaxes(0, 1)[None] for part in piece.parts]
-        return cls(tuple(views), piece.fmt)
+        by_row = (part.reshape(1, piece.rows, heads, -1) for part in piece.parts)
+        return cls(tuple(part.swapaxes(1, 2) for part in by_row), piece.fmt)
 
     @property
     def rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -125,10 +126,42 @@ def test_landings_share_no_memory() -> None:
     place = places_of(landings)
     first = place(0, len(data))
     assert first is not None
-    first[:] = b"\xff" * len(data)
-    place(1, len(data))
-    assert landings[1].is_intact()
-    assert not landings[0].is_intact()
+    first[:] = data
+    second = place(1, len(data))
+    assert second is not None
+    second[:] = b"\xff" * len(data)
+    assert landings[0].is_intact()
+    assert not landings[1].is_intact()
+    assert first.tobytes() == data
+
+
+@pytest.mark.parametrize("store", ["fp32", "int8"])
+def test_a_piece_that_arrives_again_is_decoded_again(store: str) -> None:
+    sent = [RowPiece((mx.full((4, 64), value),), "dense") for value in (1.0, 2.0)]
+    rows, first = rows_of(sent[0], store)
+    other, second = rows_of(sent[1], store)
+    landings = [Landing(rows), Landing(rows)]
+    place = places_of(landings)
+    for data, value, checksum in ((first, 1.0, rows.checksum), (second, 2.0, other.checksum)):
+        landings[0].rows = dataclasses.replace(rows, checksum=checksum)
+        view = place(0, len(data))
+        assert view is not None
+        view[:] = data
+        place(1, len(data))
+        assert mx.all(landings[0].piece().parts[0] == value).item()
+
+
+def test_no_more_is_opened_at_once_than_some_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pion_vllm_mlx.pieces._OPENED_AT_ONCE", 300)
+    rows, data = rows_of(RowPiece((mx.zeros((4, 8)),), "dense"), "fp32")
+    landings = [Landing(rows) for _ in range(4)]
+    place = places_of(landings)
+    place(0, len(data))
+    assert [landing.view is not None for landing in landings] == [True, True, False, False]
+    place(2, len(data))
+    assert all(landing.view is not None for landing in landings)
 
 
 def test_what_arrives_again_is_checked_again() -> None:
