@@ -128,7 +128,8 @@ def _arrays_of(modules: list[Module]) -> list[mx.array]:
 
 def _is_settings(value: Any) -> bool:
     """An object of plain attributes only, equal to itself and to copies of itself."""
-    by_field = dataclasses.is_dataclass(value) or type(value).__eq__ is object.__eq__
+    compare: Any = type(value).__eq__
+    by_field = dataclasses.is_dataclass(value) or compare is object.__eq__
     return by_field and hasattr(value, "__dict__") and _is_plain(vars(value))
 
 

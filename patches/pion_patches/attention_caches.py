@@ -119,7 +119,8 @@ def _tensors(leaf: Leaf, side: str, piece: RowPiece | None, rows: int, buffer: i
             for width, dtype in zip(widths, dtypes, strict=True)
         )
     if isinstance(piece, HeadPiece):
-        wanted = [(d, 1, heads, rows + piece.room, w) for d, w in zip(dtypes, widths, strict=True)]
+        length = rows + piece.room
+        wanted = [(d, 1, heads, length, w) for d, w in zip(dtypes, widths, strict=True)]
         return _as_they_are(piece, side, wanted, buffer)
     found = [(dtype_name(part), *part.shape) for part in piece.parts]
     if found != [(d, rows, heads * w) for d, w in zip(dtypes, widths, strict=True)]:
@@ -128,7 +129,7 @@ def _tensors(leaf: Leaf, side: str, piece: RowPiece | None, rows: int, buffer: i
 
 
 def _as_they_are(
-    piece: HeadPiece, side: str, wanted: list[tuple[str | int, ...]], buffer: int
+    piece: HeadPiece, side: str, wanted: Sequence[tuple[str | int, ...]], buffer: int
 ) -> Tensors:
     """Tensors that are turned already, `buffer` rows at most, as arrays of the caller's own."""
     found = [(dtype_name(part), *part.shape) for part in piece.parts]
