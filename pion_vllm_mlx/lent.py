@@ -40,7 +40,7 @@ _CODES: Final = {
     "int64": "I64",
 }
 #: Caches whose buffer may be longer than their rows.
-_ROOMY: Final = ("KVCache", "QuantizedKVCache")
+_GROWING: Final = ("KVCache", "QuantizedKVCache")
 #: Rows that can be appended in place. Without them the first append copies the whole prefix; each
 #: costs its share of the read.
 ROOM: Final = 128
@@ -50,7 +50,8 @@ ROOM: Final = 128
 class Tensors:
     """How one side of a layer comes: `turned` as the cache keeps it, or as PACKED rows.
 
-    `parts`: dtype and width, a head's, of each tensor. `room`: rows of zeros behind the rows.
+    `parts`: dtype and width, a head's, of each tensor. `grows`: the cache takes the tensors as they
+    are and appends to them. `room`: rows of zeros behind the rows.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Tensors:
     turned: bool
     heads: int
     parts: tuple[tuple[str, int], ...]
+    grows: bool = False
     room: int = 0
 
     @property
@@ -107,7 +109,9 @@ class Layout:
         for entry in manifest.leaves:
             for side, rows in (("k", entry.keys), ("v", entry.values)):
                 if rows is not None:
-                    tensors = _with_room(tensors_of(side, entry, rows), entry)
+                    tensors = tensors_of(side, entry, rows)
+                    if tensors.grows:
+                        tensors = dataclasses.replace(tensors, room=ROOM)
                     self._sides[tensors.name] = tensors
                     lines.append(tensors.line)
         blobs = (entry.blob for entry in manifest.leaves if entry.blob is not None)
@@ -174,14 +178,8 @@ def tensors_of(side: str, entry: LeafEntry, rows: Rows) -> Tensors:
     if heads is None:
         raise NotLent("unsound", f"no heads of {name}")
     widths = (width // heads for width in layout.widths)
-    return Tensors(name, rows, True, heads, tuple(zip(layout.dtypes, widths, strict=True)))
-
-
-def _with_room(tensors: Tensors, entry: LeafEntry) -> Tensors:
-    """With room behind the rows where the cache takes the tensors as they are and appends."""
-    if not tensors.turned or entry.kind not in _ROOMY:
-        return tensors
-    return dataclasses.replace(tensors, room=ROOM)
+    parts = tuple(zip(layout.dtypes, widths, strict=True))
+    return Tensors(name, rows, True, heads, parts, grows=entry.kind in _GROWING)
 
 
 def heads_of(entry: LeafEntry, side: str, rows: Rows) -> int | None:

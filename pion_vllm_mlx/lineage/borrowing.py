@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from pion_patches.cache_rebuild import CacheImage, RowPiece
 from pion_patches.pieces import HeadPiece, dtype_named
-from pion_vllm_mlx.lent import Tensors, tensors_of
+from pion_vllm_mlx.lent import ROOM, Tensors, tensors_of
 from pion_vllm_mlx.lineage.blocks import BLOCK
 from pion_vllm_mlx.lineage.fetching import State, image_of, receipt_of
 from pion_vllm_mlx.lineage.match import Link, Match
@@ -189,8 +189,10 @@ class _Rows:
     def __init__(self, layout: FileLayout, tokens: int) -> None:
         self.tokens = tokens
         self._sides = layout.sides
+        #: Rows a head has room for: those of caches that grow are appended to in place.
+        self._length = {side.name: tokens + (ROOM if side.grows else 0) for side in self._sides}
         sizes = [
-            side.heads * tokens * row_bytes
+            side.heads * self._length[side.name] * row_bytes
             for side in self._sides
             for _, _, row_bytes in side.stored
         ]
@@ -215,7 +217,7 @@ class _Rows:
             for index, (_, _, width) in enumerate(side.stored):
                 place, view = places[f"{side.name}.{index}"], self._views[side.name][index]
                 for head in range(side.heads):
-                    to = (head * self.tokens + before) * width
+                    to = (head * self._length[side.name] + before) * width
                     source = place + head * layout.rows * width
                     runs.append((source, view[to : to + rows * width]))
         for at, views in _joined(runs):
@@ -230,11 +232,12 @@ class _Rows:
             landing = Landing(whole)
             landing.adopt(arrays[0])
             return landing.piece()
+        length = self._length[tensors.name]
         parts = (
-            array.view(dtype_named(dtype)).reshape(1, tensors.heads, self.tokens, width)
+            array.view(dtype_named(dtype)).reshape(1, tensors.heads, length, width)
             for array, (dtype, width) in zip(arrays, tensors.parts, strict=True)
         )
-        return HeadPiece(tuple(parts), rows.layout.fmt)
+        return HeadPiece(tuple(parts), rows.layout.fmt, length - self.tokens)
 
 
 def _joined(runs: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
