@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,15 @@ def test_a_cancelled_prefill_ends_with_its_chunk() -> None:
         assert b"long" not in server.manifests
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, even in a test run that a shell has put in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_prefill_holds_up_nobody() -> None:
     """Ctrl-C in one call; the lock it held is free again."""
 
