@@ -52,7 +52,8 @@ def test_bleu_fails_when_a_lossless_answer_differs(monkeypatch: pytest.MonkeyPat
             return cache
 
     def spoil(self: Any, reader: Any, asked: Any) -> Any:
-        return answer(self, Spoiling(reader), asked)
+        spoiling: Any = Spoiling(reader)
+        return answer(self, spoiling, asked)
 
     monkeypatch.setattr(bleu._Answering, "_answer", spoil)
     found = bleu.measure(SMALL, [Tier("auto")], 6, 8)

@@ -27,16 +27,16 @@ from pion_vllm_mlx.kv_bits import KvBits
 from pion_vllm_mlx.lineage.blocks import BLOCK, CHECKPOINT, SEGMENT, Scope, floor_block
 from pion_vllm_mlx.lineage.borrowing import Unmade, try_to_borrow
 from pion_vllm_mlx.lineage.capture import Capture, Foreign, capture_cache
-from pion_vllm_mlx.lineage.drafts import Draft, draft_end, draft_rows, draft_state
 from pion_vllm_mlx.lineage.eviction import Keeper, Oversize
 from pion_vllm_mlx.lineage.fetching import fetch_match
 from pion_vllm_mlx.lineage.filling import write_draft
 from pion_vllm_mlx.lineage.known import UNKNOWN, Known
 from pion_vllm_mlx.lineage.latest import latest_ids
-from pion_vllm_mlx.lineage.match import Asked, Link, Match
+from pion_vllm_mlx.lineage.match import Asked, Match
+from pion_vllm_mlx.lineage.planning import OUTCOMES, plan_rows, plan_state
 from pion_vllm_mlx.lineage.preparing import order_files, worth_files
-from pion_vllm_mlx.lineage.search import search, search_state
-from pion_vllm_mlx.lineage.tails import before_tail, tail_start
+from pion_vllm_mlx.lineage.search import search
+from pion_vllm_mlx.lineage.tails import before_tail
 from pion_vllm_mlx.namespace import model_fingerprint
 from pion_vllm_mlx.process_lock import ProcessLock
 from pion_vllm_mlx.rates import Rates
@@ -50,25 +50,6 @@ from pion_vllm_mlx.transport.local import LocalLane
 PREFILL_STEP: Final = 512
 #: Tokens between two checkpoints of a long prefill of a stateful model.
 CHECKPOINT_STEP: Final = 1024
-#: What `store` answers, and the counter each is added to.
-OUTCOMES: Final = {
-    "stored": "stores",
-    #: The server has all of it, but for less than a block at most.
-    "known": "stores_skipped",
-    #: Another client is filling one of its records.
-    "busy": "stores_skipped",
-    #: What the captured rows rest on is not there (any more).
-    "gap": "stores_failed",
-    #: Another run's rows of these tokens are there, which differ from those in a few last bits.
-    "other": "stores_skipped",
-    #: The conversation alone exceeds the budget.
-    "oversize": "oversize",
-    "failed": "stores_failed",
-}
-#: A store waits behind the writes of others.
-_UNHURRIED: Final = Patience(first_byte=2, stall=2, total=10)
-#: Records to be written and the segments they rest on, or an outcome.
-_Planned = tuple[list[Draft], tuple[Link, ...]] | str
 
 
 class Lineage:
@@ -321,8 +302,8 @@ class Lineage:
     def _store(self, capture: Capture, prefill_seconds: float) -> str:
         if not self._store_lane.available:
             return "failed"  # nothing is worth encoding for a server that was gone a moment ago
-        plan = self._plan_state if self.stateful else self._plan_rows
-        planned = plan(capture, prefill_seconds)
+        plan = plan_state if self.stateful else plan_rows
+        planned = plan(self._store_lane, capture, self._tier, prefill_seconds)
         if isinstance(planned, str):
             return planned
         drafts, links = planned
@@ -332,45 +313,6 @@ class Lineage:
                 return "busy"
             self._tally.add("bytes_stored", draft.nbytes)
         return "stored" if drafts else "known"
-
-    def _plan_rows(self, capture: Capture, prefill_seconds: float) -> _Planned:
-        """The records the server lacks and the segments they rest on, or why there are none."""
-        match = search(
-            self._store_lane, capture.asked, capture.fingerprint, _UNHURRIED, stateful=False
-        )
-        start = floor_block(match.tokens)
-        if start < capture.start:
-            return "gap"
-        if capture.tokens - start < BLOCK:
-            free = None
-            if match.tokens < capture.tokens:
-                free = tail_start(self._store_lane, capture, _UNHURRIED)
-            if free is None:
-                return "known"
-            start = free
-        if match.trail_at(start) != capture.trail_at(start):
-            return "other"
-        parent = next((link.segment.digest for link in match.links if link.end >= start > 0), "")
-        drafts = draft_rows(capture, start, parent, self._tier, prefill_seconds)
-        return list(drafts), match.links
-
-    def _plan_state(self, capture: Capture, prefill_seconds: float) -> _Planned:
-        """The same for a model with state, whose segments may have lost theirs."""
-        stored = search_state(self._store_lane, capture.asked, capture.fingerprint, _UNHURRIED)
-        before, there = stored.links_to(capture.start), stored.links_to(capture.tokens)
-        if there is not None and capture.tokens in stored.states:
-            return "known"
-        if before is None:
-            return "gap"
-        if before and before[-1].segment.trail_at(capture.start) != capture.base:
-            return "other"
-        if there is not None:
-            same = there[-1].segment.trail_at(capture.tokens) == capture.trail_at(capture.tokens)
-            return ([draft_end(capture)], there) if same else "other"
-        parent = before[-1].segment.digest if before else ""
-        traced = stored.match().seen >= capture.tokens
-        drafts = draft_state(capture, parent, self._tier, prefill_seconds, traced=traced)
-        return list(drafts), before
 
     # --- keeping -----------------------------------------------------------------------------
 
