@@ -21,7 +21,14 @@ from evals.registry import load_module, module_names, title_of
 from evals.report import BENCHES, write_report
 
 #: What the bench report is made of.
-SUITE = ("ttft_lanes", "throughput", "store_overhead", "scaling")
+SUITE = (
+    "ttft_lanes",
+    "restore_local",
+    "fetch_throughput",
+    "throughput",
+    "store_overhead",
+    "scaling",
+)
 
 
 def bench_names() -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 import evals.bench
 import evals.bench.__main__ as command
-from evals.bench import keyspace, scaling, throughput, ttft_lanes
+from evals.bench import fetch_throughput, keyspace, restore_local, scaling, throughput, ttft_lanes
 from evals.provenance import describe_machine, save_result
 from evals.registry import load_module
 from evals.report import BENCHES, newest_results, write_report
@@ -28,6 +28,18 @@ def test_servers_are_compared_on_the_same_bytes() -> None:
     # What is not installed is said to be missing, never stood in for.
     for peer in throughput.PEERS:
         assert (("read", peer) in rows) != (f"{peer}: not measured" in found.tables[0].note)
+
+
+def test_restores_are_timed_by_every_way_and_beside_the_bare_bytes() -> None:
+    found = restore_local.run((64,), rounds=1)  # raises where the ways do not continue alike
+    restored, received = (table.rows for table in found.tables)
+    assert [row[:2] for row in restored] == [(64, "restore"), (64, "restore + append")]
+    assert [row[0] for row in received] == [64]
+
+
+def test_what_is_fetched_is_what_was_stored() -> None:
+    found = fetch_throughput.run(rounds=1)  # raises where it is not
+    assert {row[0] for row in found.tables[0].rows} >= {"pion", fetch_throughput.BARE}
 
 
 def test_keys_are_compared_where_there_is_a_redis() -> None:
