@@ -7,7 +7,9 @@ import logging
 from typing import Any, Protocol
 
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import BatchRotatingKVCache
 
+from .live_caches import leaves_of
 from .prompt_memory import GRAIN
 
 log = logging.getLogger("pion_patches")
@@ -28,6 +30,11 @@ class EvenBatchGenerator(BatchGenerator):
 
     Some recurrent layers take padding on the right for tokens, which would spoil an answer and,
     worse, the state that is kept of it.
+
+    So steps are of any length, and one of a single token, which is written into a window in place,
+    may be followed by a longer one. BatchRotatingKVCache makes the mask of that one for the window
+    as the single token left it and puts it in order only afterwards: what is to hide the padding
+    of a row shorter than the window hides a token of it, too. Here it is put in order before.
     """
 
     _serving: Serving | None = None
@@ -39,6 +46,10 @@ class EvenBatchGenerator(BatchGenerator):
         # A single token left is the one whose logits start the answer: no prompt any more.
         lengths = [len(parts[0]) for parts in prompts if len(parts) > 1 or len(parts[0]) > 1]
         step = self.prefill_step_size
+        for leaf in leaves_of(self._prompt_batch.prompt_cache):
+            if isinstance(leaf, BatchRotatingKVCache):
+                put_in_order: Any = leaf._temporal_order
+                put_in_order()
         stock: Any = super()._next
         self.prefill_step_size = min([step, *lengths])
         try:
