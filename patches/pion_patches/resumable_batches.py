@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any, Final
+
+from mlx_lm.generate import GenerationBatch
 
 from .checkpoints import cut_segments
 from .engine_cache import TieredPrefixCache, cache_of
@@ -23,11 +26,15 @@ class ResumableBatchGenerator(EvenBatchGenerator):
     first prompt. Here its prefills stop at multiples of a block as well, and an answer's end is
     kept. Of other models only the tokens of a resumed prompt are added, which processors of
     logits look at: a repeated token is penalised whether it was computed or restored.
+
+    An empty prompt is answered with an error by the next call of `next`, and disturbs no other.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         initialise: Any = super().__init__
         initialise(*arguments, **options)
+        #: Ids of empty prompts that are not answered yet.
+        self._refused: list[int] = []
         self._cache: TieredPrefixCache | None = cache_of(self.model)
         if self._cache is not None:
             self._serving = self._cache
@@ -52,15 +59,25 @@ class ResumableBatchGenerator(EvenBatchGenerator):
             # Whatever follows on such a cache has tokens before it that nobody here knows.
             self._cache = self._serving = None
             log.warning("states are not kept any more: a cache came from somewhere else")
+        # mlx-lm either does not take an empty prompt or raises when its turn has come, and
+        # vllm-mlx ends everybody's request then. A token stands in for it, and is never computed.
         segments = [
-            self._cut(held, list(prompt)) for prompt, held in zip(prompts, known, strict=True)
+            self._cut(held, list(prompt) or [0])
+            for prompt, held in zip(prompts, known, strict=True)
         ]
         stock: Any = self.insert_segments
-        return stock(segments, max_tokens, given, all_tokens or known, *arguments, **options)
+        uids = stock(segments, max_tokens, given, all_tokens or known, *arguments, **options)
+        refused = [uid for uid, prompt in zip(uids, prompts, strict=True) if not len(prompt)]
+        if refused:
+            log.warning("an empty prompt is refused")
+            remove: Any = self.remove
+            remove(refused)
+            self._refused += refused
+        return uids
 
     def _cut(self, held: list[int], prompt: list[int]) -> list[list[int]]:
         """The parts of a prompt that is behind the tokens `held` in its cache."""
-        if not prompt or self._cache is None:
+        if self._cache is None:
             return [prompt]
         try:
             stops = self._cache.stops_of(held + prompt)
@@ -83,7 +100,8 @@ class ResumableBatchGenerator(EvenBatchGenerator):
                     self._keep(cache, prompts, answers)
             except Exception as error:
                 log.warning("what was computed is not kept: %r", error)
-        return prompts, answers
+        refused, self._refused = self._refused, []
+        return prompts, [*map(_refusal, refused), *answers]
 
     def _computed(self) -> tuple[int, float]:
         """Tokens of prompts computed so far, and the seconds that took."""
@@ -100,3 +118,10 @@ class ResumableBatchGenerator(EvenBatchGenerator):
         for answer in answers:
             if answer.finish_reason is not None and answer.prompt_cache:
                 cache.store(list(answer.all_tokens), list(answer.prompt_cache))
+
+
+def _refusal(uid: int) -> Any:
+    """The whole answer to a prompt that cannot be answered. Its token means nothing."""
+    answer: Any = GenerationBatch.Response
+    empty = dict.fromkeys((field.name for field in dataclasses.fields(answer)), None)
+    return answer(**empty | {"uid": uid, "token": 0, "finish_reason": "error", "all_tokens": []})

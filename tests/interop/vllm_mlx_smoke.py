@@ -21,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,9 @@ class Family:
             }
             self.cold = {n: cold.ask(prompt)["tokens"] for n, prompt in self.prompts.items()}
             self.penalised = cold.ask(first, penalty=1.3)["tokens"]
+            # As many as vllm-mlx computes at once, each new to the cache.
+            self.crowd = [WORDS[number : number + 200] for number in range(21, 29)]
+            self.crowd_cold = [cold.ask(prompt)["tokens"] for prompt in self.crowd]
         self.answered = len(first) + len(answer)
         self.plain = name == "llama"
 
@@ -148,6 +153,23 @@ def in_one_process(family: Family, port: int) -> None:
         check(f"{name}, penalty for repetitions: cached", penalised["cached"], 299)
         check(f"{name}, written within 30 s", warm.tell(flush=30), True)
         check(f"{name}, restores so far", warm.tell(stats=1)["tier_hits"], 0)
+
+
+def beside_empty_prompts(family: Family, port: int) -> None:
+    """vllm-mlx ends everybody's request at an empty prompt (A16)."""
+    name = family.name
+    with family.start(port) as scheduler:
+        alone = scheduler.ask([])
+        check(f"{name}, an empty prompt", alone["end"], "error")
+        *others, empty = scheduler.ask(*family.crowd, [])
+        check(f"{name}, an empty prompt behind a full batch", empty["end"], "error")
+        answers = [found["tokens"] for found in others]
+        check(f"{name}, an empty prompt: the others", answers == family.crowd_cold, True)
+        first, empty, last = scheduler.ask(WORDS[:300], [], family.crowd[0])
+        check(f"{name}, an empty prompt between others", empty["end"], "error")
+        answers = [first["tokens"], last["tokens"]]
+        expected = [family.cold["first"], family.crowd_cold[0]]
+        check(f"{name}, an empty prompt: before and after it", answers == expected, True)
 
 
 def after_a_restart(family: Family, port: int) -> None:
@@ -237,6 +259,14 @@ class HttpServer:
         body = {"model": str(model), "messages": messages, "max_tokens": 8, "temperature": 0}
         return str(self.ask("/v1/chat/completions", body)["choices"][0]["message"]["content"])
 
+    def complete_nothing(self, model: Path) -> int:
+        """The status of the answer to an empty prompt."""
+        try:
+            self.ask("/v1/completions", {"model": str(model), "prompt": "", "max_tokens": 8})
+        except urllib.error.HTTPError as error:
+            return error.code
+        return 200
+
     def tier_tokens(self) -> int:
         return int(self.ask("/v1/cache/stats")["engine_cache"]["tier_tokens"])
 
@@ -275,6 +305,12 @@ def over_http(python: Path, base: Path) -> None:
             answers = [server.chat(model, prompt) for prompt in prompts]
             check(f"HTTP, {when}: the cold answers", answers == expected, True)
             check(f"HTTP, {when}: {restored} tokens restored", server.tier_tokens(), restored)
+            with ThreadPoolExecutor() as pool:
+                beside = [pool.submit(server.chat, model, prompt) for prompt in prompts]
+                status = server.complete_nothing(model)
+            check(f"HTTP, {when}: status of an empty prompt", status, 500)
+            answers = [found.result() for found in beside]
+            check(f"HTTP, {when}: the answers beside it", answers == expected, True)
         text = server.log.read_text(errors="replace")
         check(f"HTTP, {when}: ends in order", "Traceback" not in text, True)
     refused = subprocess.run(
@@ -302,6 +338,7 @@ def main() -> int:
             folder.mkdir()
             with own_server(folder) as server:
                 in_one_process(family, server.port)
+                beside_empty_prompts(family, server.port)
                 after_a_restart(family, server.port)
                 if family.plain:
                     with_quantisation(family, server.port)

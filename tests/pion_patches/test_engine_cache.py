@@ -294,6 +294,39 @@ def test_states_on_a_cache_from_elsewhere_are_not_kept() -> None:
     assert engine.cache.fetch(WORDS[64:200])[0] is None
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_empty_prompt_is_an_error_and_stops_nobody(family: str) -> None:
+    """A16: alone, behind a batch of prompts that is full, and while others are answered.
+
+    vllm-mlx alone ends everybody's request. Behind a full batch its length of nothing was taken
+    for the shortest, and no prompt went on.
+    """
+    engine = Engine(family, options={"prefill_batch_size": 2, "prefill_step_size": 64})
+    prompts = [WORDS[:300], WORDS[300:580], [], WORDS[580:650], []]
+    uids = [engine.batches.insert([prompt], max_tokens=[6])[0] for prompt in prompts]
+    answers: list[Any] = []
+    for call in range(60):
+        if call == 8:
+            uids += engine.batches.insert([[]])
+        found = engine.batches.next()[1]
+        expected = {0: [uids[2], uids[4]], 8: [uids[-1]]}.get(call, [])
+        assert [answer.uid for answer in found if answer.finish_reason == "error"] == expected
+        answers += found
+    for uid, prompt in zip(uids, [*prompts, []], strict=True):
+        tokens = [answer.token for answer in answers if answer.uid == uid]
+        assert tokens == cold(family, prompt) if prompt else len(tokens) == 1
+
+
+def test_an_empty_prompt_alone_is_an_error_and_the_next_is_answered() -> None:
+    """A16: through the cache, as the scheduler does it; nothing is kept of it."""
+    engine = Engine("llama")
+    engine.ask([])
+    assert len(engine.cache) == 0
+    assert engine.ask(WORDS[:90]) == [(cold("llama", WORDS[:90]), 0)]
+    engine.ask([])
+    assert engine.ask(WORDS[:90]) == [(cold("llama", WORDS[:90]), 89)]
+
+
 def test_removing_and_clearing() -> None:
     engine = Engine("llama")
     engine.ask(WORDS[:90])

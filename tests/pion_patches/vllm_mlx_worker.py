@@ -16,6 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+#: A scheduler that has not answered by then does not get on.
+_MOST_STEPS = 1000
+
 
 class Tokenizer:
     """The scheduler gets token ids, and text is no matter here."""
@@ -71,11 +74,21 @@ class TextEngine:
             started = time.monotonic()
             self.scheduler.add_request(request)
             seconds.append(time.monotonic() - started)
-        while self.scheduler.has_requests():
-            self.scheduler.step()
+        ends = {}
+        for _ in range(_MOST_STEPS):
+            if not self.scheduler.has_requests():
+                break
+            for output in self.scheduler.step().outputs:
+                if output.finished:
+                    ends[output.request_id] = output.finish_reason
         return [
-            {"tokens": list(r.output_token_ids), "cached": r.cached_tokens, "seconds": waited}
-            for r, waited in zip(requests, seconds, strict=True)
+            {
+                "tokens": list(request.output_token_ids),
+                "cached": request.cached_tokens,
+                "seconds": waited,
+                "end": ends.get(request.request_id),
+            }
+            for request, waited in zip(requests, seconds, strict=True)
         ]
 
     def stats(self) -> Any:
