@@ -10,7 +10,6 @@ Ratios are medians of the rounds' own ratios with their 95% interval.
 from __future__ import annotations
 
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ import numpy as np
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models import llama
 
+from evals.bench.restore_local import take_turns
 from evals.bench.restore_tcp import PLAIN, VOCAB, append_one
 from evals.rounds import medians, ratio_of
 from pion_vllm_mlx.lineage import Lineage
@@ -63,7 +63,7 @@ def _measure(model: Any, tokens: int, rounds: int) -> Mapping[str, Any]:
             if len({append_one(model, way()) for way in ways.values()}) != 1:
                 raise RuntimeError("the ways do not continue alike")
             before = index.stats()["hits_local"]
-            seconds = _take_turns(model, ways, rounds)
+            seconds = take_turns(model, ways, rounds)
             if index.stats()["hits_local"] - before != 2 * (rounds + 1):
                 raise RuntimeError(f"not everything came from files: {index.stats()}")
             index.close()
@@ -105,28 +105,6 @@ def _await_files(index: Lineage, ids: list[int]) -> None:
             raise RuntimeError(f"no files were lent: {index.stats()}")
         _restored(index, ids)
         time.sleep(0.1)
-
-
-def _take_turns(model: Any, ways: Ways, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of the restore alone and of restore and first append, each measured on its own."""
-    seconds: dict[str, dict[str, list[float]]] = {
-        what: {way: [] for way in ways} for what in ("restore", "restore + append")
-    }
-    order = [(what, way) for what in seconds for way in ways]
-    shuffle = random.Random(1).shuffle
-    for number in range(rounds + 1):
-        shuffle(order)
-        for what, way in order:
-            started = time.perf_counter()
-            cache = ways[way]()
-            if what == "restore":
-                mx.eval([leaf.state for leaf in cache])
-            else:
-                append_one(model, cache)
-            if number:
-                seconds[what][way].append(time.perf_counter() - started)
-            del cache
-    return seconds
 
 
 def _tell(tokens: int, what: str, seconds: dict[str, list[float]]) -> Mapping[str, Any]:

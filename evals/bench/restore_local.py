@@ -74,7 +74,7 @@ def _measure(model: Any, tokens: int, rounds: int) -> dict[str, dict[str, list[f
             if len({append_one(model, way()) for way in ways.values()}) != 1:
                 raise RuntimeError("the ways do not continue alike")
             before = pc.stats()
-            seconds = _take_turns(model, ways, rounds)
+            seconds = take_turns(model, ways, rounds)
             after = pc.stats()
 
             def evaluate_over_tcp() -> None:
@@ -98,7 +98,7 @@ def _await_loan(pc: PionPromptCache, ids: list[int]) -> None:
         time.sleep(0.1)
 
 
-def _take_turns(
+def take_turns(
     model: Any, ways: Mapping[str, Callable[[], list[Any]]], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of the restore alone and of restore and first append, each measured on its own."""
