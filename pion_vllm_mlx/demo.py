@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pion_vllm_mlx.demo_request import Job, NoOutcome, Outcome, read_outcome
+from pion_vllm_mlx.late_signals import signals_later
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,18 +164,26 @@ def _run_process(bar: Progress, title: str, job: Job, log: Path) -> Outcome:
 @contextmanager
 def _child(command: list[str], env: dict[str, str], errors: int) -> Iterator[Iterator[str]]:
     """A child's lines of output; however the block ends, the child is gone after it."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
-    )
+    process: subprocess.Popen[str] | None = None
     try:
+        with signals_later():
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+            )
         assert process.stdout is not None
         yield iter(process.stdout)
         process.wait(10)
     except subprocess.TimeoutExpired:
         pass  # it has said all it had to say
     finally:
-        process.kill()
-        process.wait()
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
 def _read_receipt(server: LocalServer) -> Receipt:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pion_vllm_mlx.late_signals import signals_later
 from pion_vllm_mlx.transport import Argument, Command, Patience, Reply, ServerError
 from pion_vllm_mlx.transport.resp import RespConnection
 
@@ -89,18 +90,18 @@ class LocalServer:
         started = time.monotonic()
         module = "pion_vllm_mlx.tied_server" if self._tied else "pion_server"
         secret = {} if self._password is None else {"PION_REQUIREPASS": self._password}
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", module, *arguments],
-                # Never written to: its end of the pipe tells a tied server that we are gone.
-                stdin=subprocess.PIPE if self._tied else subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**(self._env or os.environ), **secret},
-                # Ctrl-C in a terminal is for us, who may still have something to store.
-                start_new_session=self._tied,
-            )
         try:
+            with self.log.open("wb") as log, signals_later():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-m", module, *arguments],
+                    # Never written to: its end of the pipe tells a tied server that we are gone.
+                    stdin=subprocess.PIPE if self._tied else subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**(self._env or os.environ), **secret},
+                    # Ctrl-C in a terminal is for us, who may still have something to store.
+                    start_new_session=self._tied,
+                )
             while not (ready := _READY.search(self.log.read_text(errors="replace"))):
                 if self._process.poll() is not None or time.monotonic() - started > patience:
                     output = self.log.read_text(errors="replace")[-2000:].strip()
