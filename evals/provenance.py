@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {_kernel()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         "blas": _blas_name(),
@@ -122,6 +122,11 @@ def _cpu_name() -> str:
 def _revision() -> str:
     revision = _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown"
     return f"{revision}+changes" if _output(["git", "status", "--porcelain", "-uno"]) else revision
+
+
+def _kernel() -> str:
+    """Its number. Who built it, which may follow, says nothing about a figure."""
+    return platform.release().partition("-")[0]
 
 
 def _output(command: list[str]) -> str:

@@ -132,7 +132,7 @@ class ServerShelf:
         return Volume(found.manifest.ids, restored.image)
 
     def put(self, name: bytes, fingerprint: str, volume: Volume) -> bool:
-        return self._storing.store(name, volume.ids, fingerprint, volume.image, volume.seconds)
+        return self._storing.begin(name, volume.ids, fingerprint, volume.image, volume.seconds)()
 
     def remove(self, name: bytes) -> bool:
         try:

@@ -51,22 +51,6 @@ class Storing:
         self._lane = lane.twin() if mode == "background" else lane
         self._background = Background(WAITING_BYTES, patience, self._lane.close)
 
-    def store(
-        self,
-        name: bytes,
-        ids: tuple[int, ...],
-        fingerprint: str,
-        image: CacheImage,
-        seconds: float,
-        damaged: int = 0,
-        then: Callable[[Lane], None] | None = None,
-    ) -> bool:
-        """Store a prefix that took `seconds` to compute, or see to it; see `begin`.
-
-        False if it is known already that it will not be stored.
-        """
-        return self.begin(name, ids, fingerprint, image, seconds, damaged, then)()
-
     def begin(
         self,
         name: bytes,
@@ -77,7 +61,10 @@ class Storing:
         damaged: int = 0,
         then: Callable[[Lane], None] | None = None,
     ) -> Callable[[], bool]:
-        """As `store`, which goes on in what is returned, to be called once.
+        """Begin to store a prefix that took `seconds` to compute.
+
+        It goes on in what is returned, to be called once: False if it is known already that the
+        prefix will not be stored.
 
         When it returns every array of `image` is evaluated, which need not have been before: the
         first rows are on their way by then. `damaged`: see `store_prefix`. `then` is called once

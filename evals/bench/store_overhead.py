@@ -129,7 +129,7 @@ def _stored(server: LocalServer, folder: Path, rounds: int) -> Mapping[str, Any]
 
     def pion() -> None:
         image = dismantle(cache, STORED_TOKENS, wait=False)
-        _done(storing.store(b"%d" % next(names), tuple(ids), "0" * 64, image, 1))
+        _done(storing.begin(b"%d" % next(names), tuple(ids), "0" * 64, image, 1)())
 
     try:
         seconds = interleave({"mlx-lm file": file, "Pion": pion}, rounds)
